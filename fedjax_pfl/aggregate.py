@@ -62,7 +62,7 @@ def project_simplex(v: Array, mask: Array, total: Numeric = 1.0) -> Array:
     """Projects v [T] onto {alpha >= 0, sum alpha = total, alpha = 0 off `mask`} in the
     Euclidean norm (Duchi et al., 2008)."""
     low = jnp.where(mask, v, -jnp.inf)
-    # the projection stays the same, and sums of large values would lose `total`
+    # the projection is the same, and sums of large values would lose `total`
     low -= jnp.max(low, initial=jnp.finfo(low.dtype).min)
     u = jnp.sort(low)[::-1]
     finite = jnp.where(jnp.isfinite(u), u, 0)

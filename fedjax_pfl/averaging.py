@@ -55,15 +55,15 @@ def predictor(model: Model, variables: PyTree) -> Predictor:
     return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
 
 
-def beside(model: Model, personal: PyTree, other: PyTree) -> Predictor:
+def paired(model: Model, personal: PyTree, other: PyTree) -> Predictor:
     """The logits [B, C, 2] of a model with a client's personal variables and with
-    others, that `score_beside` scores."""
+    others, that `score_paired` scores."""
     return lambda x, mask: jnp.stack(
         [predictor(model, w)(x, mask) for w in (personal, other)], axis=-1
     )
 
 
-def score_beside(
+def score_paired(
     outputs: Array,
     y: Array,
     mask: Array,
@@ -96,18 +96,18 @@ class Split(NamedTuple):
 
     task: Task
     # per architecture, a tree of Python booleans over the variables: True where it
-    # stays
+    # kept
     personal: tuple[PyTree, ...]
 
     def init(
-        self, key: Array, beside: Callable[[PyTree], dict[str, PyTree]] | None = None
+        self, key: Array, extra: Callable[[PyTree], dict[str, PyTree]] | None = None
     ) -> State:
         """The common start: what the server has, and the clients' rows
         (`architectures.stack`).
 
         Args:
-          beside: variables -> what else a client keeps; a row is then that, and as
-            `own` what stays of the variables.
+          extra: variables -> further state of a client; a row has it, and as
+            `own` the variables that are kept.
 
         Raises:
           InputError: what is shared differs between the architectures.
@@ -131,7 +131,7 @@ class Split(NamedTuple):
         pairs = zip(whole, starts, strict=True)
         rows = iter(
             [
-                own if beside is None else {**beside(w), "own": own}
+                own if extra is None else {**extra(w), "own": own}
                 for w, (_, own) in pairs
             ]
         )
@@ -143,7 +143,7 @@ class Split(NamedTuple):
         return trees.overlay(own, server)
 
     def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
-        """(what is sent, what stays) of the variables, each with None in place of the
+        """(what is sent, what is kept) of the variables, each with None in place of the
         other's leaves; of several architectures what is sent has only what they
         share."""
         own, shared = trees.partition(variables, self.personal[group])
@@ -157,13 +157,13 @@ def split(
     batch_norm: bool = False,
     variables: PyTree = None,
 ) -> Split:
-    """Divides a model's variables into what is sent and what stays with the client.
+    """Divides a model's variables into what is sent and what the client keeps.
 
-    Running statistics stay where the body stays, and with bn_stats=local in any case.
+    Running statistics are kept where the body is, and with bn_stats=local in any case.
 
     Args:
       personal: the parts that stay, of body, head, stats.
-      batch_norm: whether every leaf of a batch-norm module stays, too.
+      batch_norm: whether every leaf of a batch-norm module is kept, too.
       variables: a dict with a part "stats" that is divided in place of the model's
         variables.
     """
@@ -198,13 +198,13 @@ def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split
     def mask(model: Model) -> PyTree:
         paths = set(shared(model))
 
-        def stays(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
+        def kept(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
             part, *inside, _name = (key.key for key in path)
             if part == "stats":
                 return task.bn_stats == "local" or ("body", *inside) not in paths
             return (part, *inside) not in paths
 
-        return jax.tree_util.tree_map_with_path(stays, model.bn_mask)
+        return jax.tree_util.tree_map_with_path(kept, model.bn_mask)
 
     return Split(task, tuple(map(mask, task.models)))
 
@@ -301,7 +301,7 @@ def partial_averaging(
         if fine_tune is not None and fine_tune.epochs != 0:
             variables, _ = train(c, variables, fine_tune)
         if untuned:
-            return beside(c.model, variables, received)
+            return paired(c.model, variables, received)
         return predictor(c.model, variables)
 
     averages = tuple(
@@ -318,6 +318,6 @@ def partial_averaging(
         averages=averages,
     )
     if untuned:
-        score = functools.partial(score_beside, names=("untuned",))
+        score = functools.partial(score_paired, names=("untuned",))
         return made._replace(score=score)
     return made

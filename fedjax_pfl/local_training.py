@@ -112,7 +112,7 @@ def check_left(task: Task, fraction: Numeric) -> None:
     if left < task.batch_size:
         raise InputError(
             f"drop_last with batches of {task.batch_size} leaves nothing to train on: "
-            "beside the examples held out the "
+            "besides the examples held out the "
             f"largest client has {left}. Take a smaller batch_size, or leave drop_last "
             "out."
         )
@@ -265,7 +265,7 @@ def work(
 
 
 def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `work` does in one round, counted on the host.
+    """Counts the work of one round on the host.
 
     Args:
       sizes: [N] training examples.

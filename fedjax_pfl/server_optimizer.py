@@ -160,7 +160,7 @@ def _difference(count: Array, before: Array, mean: Array) -> Array:
     `count` [] models that are all `before`."""
     difference = before - mean
     # shares, products and sum are each rounded in float32, by count + 1 half units in
-    # the last place, and methods mix the mean with what was before (`trees.lerp`); of
+    # the last digit, and methods mix the mean with what was before (`trees.lerp`); of
     # many models that would be as much as they move
     units = (jnp.minimum(count, MANY) + 8) * jnp.finfo(jnp.float32).epsneg
     bound = units * jnp.abs(before)

@@ -119,7 +119,7 @@ class Client(NamedTuple):
     """
 
     id: Array  # [] int32 among all N; N or more in padding
-    # a function of (run, round, phase, id), not of the place in the cohort; None with
+    # a function of (run, round, phase, id), not of the slot in the cohort; None with
     # phase=None
     key: Array
     train: Data
@@ -208,7 +208,7 @@ class Own(NamedTuple):
 
 class Grouped(NamedTuple):
     """Stacked trees, one per architecture; of a single architecture its plain tree
-    stands instead."""
+    is used instead."""
 
     # [G] trees, leading axis: the clients of that architecture
     trees: tuple[PyTree, ...]
@@ -251,10 +251,10 @@ class Update(NamedTuple):
 class Cohort(Protocol):
     """The clients of a round and how to run a function over them.
 
-    Some of its S places are inactive: padding, and clients that have dropped out. They
-    must change nothing: where nobody trains the server stays as it is. The engine keeps
+    Some of its S slots are inactive: padding, and clients that have dropped out. They
+    must change nothing: where nobody trains the server is unchanged. The engine keeps
     their rows of State.clients; what a method writes into State.server by client id it
-    masks itself (`trees.scatter` with `active` or `trained`). The places are in no
+    masks itself (`trees.scatter` with `active` or `trained`). The slots are in no
     particular order, so a sum of floats over them outside `mean` is taken in the order
     of the ids (`jnp.argsort(cohort.ids)`), or the layout changes its rounding.
     """
@@ -366,7 +366,7 @@ class Algorithm(NamedTuple):
     trace: `task.lr` and hyperparameters that are floats are then traced, so Python
     branches on none of them, nor on any array. A round reaches clients through
     `cohort.map`, `mean` and `scan` only, and returns a State of the structure, shapes
-    and dtypes that it was given. What a client sends and what stays goes through
+    and dtypes that it was given. What a client sends and what it keeps goes through
     `averaging.split`, which knows of running statistics. The round's key is for the
     server's draws; a client's main local training takes `c.key` unchanged, every other
     draw `keys.fold(c.key, stream)`, a stream being of `keys.Client` or another

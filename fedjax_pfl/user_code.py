@@ -43,9 +43,9 @@ def load(kind: str, name: str) -> Callable[..., Any]:
     Raises:
       InputError: the module cannot be imported, or has no such function.
     """
-    place, _, function = name.rpartition(":")
+    module_name, _, function = name.rpartition(":")
     with blamed(kind, name):
-        module = _import(place)
+        module = _import(module_name)
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
         raise InputError(f"{kind}={name}: there is no function {function!r}.")
@@ -101,18 +101,18 @@ def blamed(kind: str, name: str) -> Iterator[None]:
 def digest(names: list[str]) -> str | None:
     """Returns the SHA-256 of the files of the user's functions among the names, or
     None."""
-    places = [name.rpartition(":")[0] for name in names if named(name)]
-    files = [str(_import(place).__file__) for place in places]
+    module_names = [name.rpartition(":")[0] for name in names if named(name)]
+    files = [str(_import(module_name).__file__) for module_name in module_names]
     content = b"\0".join(Path(file).read_bytes() for file in files)
     return hashlib.sha256(content).hexdigest() if files else None
 
 
-def _import(place: str) -> Any:
+def _import(module_name: str) -> Any:
     """Imports a module, or a file once for each content; modules of the file's folder
     can be imported from it."""
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    path = Path(place).expanduser().absolute()
+    if not module_name.endswith(".py"):
+        return importlib.import_module(module_name)
+    path = Path(module_name).expanduser().absolute()
     content = str(path).encode() + path.read_bytes()
     name = f"_user_{hashlib.sha256(content).hexdigest()[:16]}"
     if name in sys.modules:

@@ -62,17 +62,17 @@ def mean_of(weights: PyTree) -> Array:
 
 
 def subset(key: Array, data: Data, percent: Numeric) -> Data:
-    """A stretch of `percent` % of a client's rows, at least one, from a random place in
+    """A stretch of `percent` % of a client's rows, at least one, from a random row in
     its list."""
     size = jnp.minimum(
         jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1),
         data.size,
     )
     first = jax.random.randint(key, (), 0, data.size - size + 1, jnp.int32)
-    place = jnp.minimum(
+    position = jnp.minimum(
         first + jnp.arange(data.index.shape[0]), data.index.shape[0] - 1
     )
-    return data._replace(index=data.index[place], size=size)
+    return data._replace(index=data.index[position], size=size)
 
 
 def learn(
@@ -164,7 +164,7 @@ def fedala(
     sgd, patience = local_training.bind(task), Patience(window, threshold, cap)
     mask = trees.parts(task.model.bn_mask, BLENDED[blended])
 
-    def beside(w):
+    def extra(w):
         mine, _ = trees.partition(w, mask)
         ones = jax.tree.map(jnp.ones_like, mine)
         return {"w": mine, "weights": ones, "first": jnp.bool(True)}
@@ -189,7 +189,7 @@ def fedala(
         return trees.merge(blend(row["w"], received, weights), rest), weights, epochs
 
     def init(key):
-        return split.init(key, beside)
+        return split.init(key, extra)
 
     def client(c, server, row):
         w, weights, epochs = start(c, server, row)

@@ -202,7 +202,7 @@ def fedamp(
         }
 
     def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        # a matrix product may round a row by its place: give each row its own
+        # a matrix product may round a row by its position: give each row its own
         order = jnp.argsort(cohort.ids)
         u, seen = trees.gather(mix(state.server, cohort.ids[order]), jnp.argsort(order))
 

@@ -233,7 +233,7 @@ def fedcp(
     activation: Literal["relu", "tanh", "sigmoid"] = "relu",
 ) -> Algorithm:
     """Averages extractor, policy network and the midpoint of global and personal head;
-    the personal head stays.
+    the personal head is unchanged.
 
     Args:
       lam: weight of the MMD between own and global features (λ) in [0, inf); 5, the
@@ -245,7 +245,7 @@ def fedcp(
       activation: of the CPN, one of relu, tanh, sigmoid.
 
     Note:
-      Eq. 7 as printed, one kernel's mean over paired features, would push them apart:
+      Eq. 7 as printed, one kernel's mean over paired features, would separate them:
       the MMD is that of the authors' code (`losses.mmd`). The client's vector is the
       sum over classes of the head's kernel in round 0 too (their code draws it at
       random). It follows from the personal head and is not stored. Only clients of the

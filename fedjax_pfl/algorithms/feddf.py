@@ -90,7 +90,7 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
     split, sgd = averaging.split(task), local_training.bind(task)
 
     def start(key):
-        # Per architecture, what is sent and what stays.
+        # Per architecture, what is sent and what is kept.
         return [split.send(model.init(key), g) for g, model in enumerate(task.models)]
 
     def init(key):

@@ -47,7 +47,7 @@ def select(
     """The models [M] that the server sends to client `id`: its own, then those it has
     the largest affinity to.
 
-    Ties are broken at random. With probability epsilon, each place after the first goes
+    Ties are broken at random. With probability epsilon, each rank after the first goes
     to a random model instead.
 
     Args:
@@ -66,8 +66,8 @@ def select(
         jax.random.uniform(key_explore, (received - 1,), jnp.float32) < epsilon
     )
     # behind the greedy ones `draw` decides, the unknown last
-    place = jnp.where(rank < greedy, rank, len(known))
-    return jnp.lexsort((draw, ~known, place))[:received]
+    order = jnp.where(rank < greedy, rank, len(known))
+    return jnp.lexsort((draw, ~known, order))[:received]
 
 
 def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
@@ -86,7 +86,8 @@ def mixing(benefits: Array) -> Array:
 
 
 def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
-    """What a client trains on and what it validates on: its own validation examples if
+    """Returns the training and validation examples of a client: its own validation
+    examples if
     it has any, else a holdout."""
     rest, held = local_training.holdout(c.train, val)
     given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
@@ -137,7 +138,7 @@ def fedfomo(
       received: models a round (M) in [1, inf), the own one among them; 5 as in PFLlib.
       val: the part of a client's training examples in [0, 1] that it validates on; 0.2
         as in the codes.
-      epsilon: chance in [0, 1] that a place goes to a random model in round 0; 0 as in
+      epsilon: chance in [0, 1] that a rank goes to a random model in round 0; 0 as in
         PFLlib, 0.3 in the authors'.
       epsilon_decay: how much less epsilon is each round, in [0, inf); 0.05 as in the
         authors' code (there an epoch).
@@ -147,9 +148,9 @@ def fedfomo(
       rows, at least one and not all; a client with one example has none and keeps its
       model. So does a client for which no benefit is positive: it goes on from its own
       trained model. A client that takes no step (with `drop_last`, one without a whole
-      batch beside its holdout) uploads nothing, and is scored by the model it had.
+      batch besides its holdout) uploads nothing, and is scored by the model it had.
       Validation examples of the federation, where a client has them, take the holdout's
-      place. The candidates are the last
+      order. The candidates are the last
       uploads of all clients so far, as in PFLlib, where a client receives no more of
       them than the last round had (the authors' code: of those of the last round). The
       distance is Euclidean over the parameters, the server adds the raw benefits to the

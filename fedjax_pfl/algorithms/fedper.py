@@ -1,4 +1,4 @@
-"""FedPer and its relatives: the model is cut into body and head, and one part stays
+"""FedPer and its relatives: the model is cut into body and head, and one part is kept
 with the client or at its start.
 
 References: FedPer, Arivazhagan et al., Federated learning with personalization layers

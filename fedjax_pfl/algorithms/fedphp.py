@@ -94,16 +94,16 @@ def fedphp(
         learned = local_training.count(c.train, task) > 0
         h, count = trees.choose(learned, h, row["h"]), row["count"] + learned
         upload, own = split.send(w)
-        predict = averaging.beside(c.model, h, w)
+        predict = averaging.paired(c.model, h, w)
         return Update(upload, {"h": h, "count": count, "own": own}, predict, value)
 
     def predict(server, row, c):
-        return averaging.beside(c.model, row["h"], split.receive(server, row["own"]))
+        return averaging.paired(c.model, row["h"], split.receive(server, row["own"]))
 
     return averaging.from_client(
         init,
         client,
         predict,
-        score=averaging.score_beside,
+        score=averaging.score_paired,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -146,7 +146,7 @@ def fedproto(
         init,
         client,
         predict,
-        score=functools.partial(averaging.score_beside, names=("proto",)),
+        score=functools.partial(averaging.score_paired, names=("proto",)),
         weight=lambda cohort: None if during else cohort.class_counts > 0,
         default=default,
         server_update=server_update,

@@ -81,6 +81,6 @@ def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         init,
         client,
         predict,
-        score=averaging.score_beside,
+        score=averaging.score_paired,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -173,7 +173,7 @@ def mocha(
       steps, drop_last and augmentation are not used.
     """
     if relate_every is None:
-        reason = "a tenth of which lies between updates of Sigma"
+        reason = "a tenth of which is between updates of Sigma"
         relate_every = max(1, needed("rounds", task.rounds, reason) // 10)
     check_linear(task)
     n, d = task.num_clients, math.prod(task.prepared.shape) + 1

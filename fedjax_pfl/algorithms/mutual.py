@@ -41,7 +41,7 @@ from fedjax_pfl.averaging import (
     BODY_AND_HEAD,
     from_client,
     predictor,
-    score_beside,
+    score_paired,
 )
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import (
@@ -69,7 +69,7 @@ def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
     u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
     # else it is rounding
     s = jnp.where(s > jnp.finfo(s.dtype).eps * max(matrix.shape) * s[0], s, 0)
-    # from the smallest on, so that none is lost beside the sum
+    # from the smallest on, so that none is lost in the sum
     rest = jnp.cumsum(s[::-1] ** 2)[::-1]
     # 1 - energy may round to 1
     kept = (rest > (1 - energy) * rest[0]).at[0].set(s[0] > 0)
@@ -274,7 +274,7 @@ def fedapen_objective(lam: Array) -> Objective:
 
 
 # of the logits [B, C, 4] of the ensemble, its parts and their sum
-ensemble_scores = functools.partial(score_beside, names=("own", "shared", "equal"))
+ensemble_scores = functools.partial(score_paired, names=("own", "shared", "equal"))
 
 
 @register("fedapen", several_architectures=True)

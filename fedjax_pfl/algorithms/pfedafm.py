@@ -81,16 +81,16 @@ def bounded_sgd(
 
 
 # of the logits [B, C, 3] of mixed features, of own and of shared ones
-score = functools.partial(averaging.score_beside, names=("large", "small"))
+score = functools.partial(averaging.score_paired, names=("large", "small"))
 
 
 def upload_split(task: Task, shared: Model) -> averaging.Split:
     """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta,
     and its running statistics unless they stay with bn_stats=local."""
-    stays = averaging.split(task, variables=shared.bn_mask).personal[0]
+    kept = averaging.split(task, variables=shared.bn_mask).personal[0]
     theirs = {
-        "theta": {"body": stays["body"]},
-        "stats": {"w": True, "theta": stays["stats"]},
+        "theta": {"body": kept["body"]},
+        "stats": {"w": True, "theta": kept["stats"]},
     }
     return averaging.Split(task, ({**theirs, "w": True, "alpha": True},))
 
@@ -111,8 +111,8 @@ def objective(
 
     def loss(v, batch, key):
         given = {"mask": batch.mask, "train": "theta" in moving}
-        apart = keys.fold(key, keys.Loss.SHARED)
-        r, theirs = features(shared, v, "theta", batch.x, **given, key=apart)
+        separate = keys.fold(key, keys.Loss.SHARED)
+        r, theirs = features(shared, v, "theta", batch.x, **given, key=separate)
         stats = {**v["stats"], "theta": theirs}
         if "w" in moving:
             given = {"mask": batch.mask, "train": True, "key": key}

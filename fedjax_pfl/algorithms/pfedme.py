@@ -14,7 +14,7 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.averaging import beside
+from fedjax_pfl.averaging import paired
 from fedjax_pfl.types import Algorithm, Task, Update
 
 
@@ -82,7 +82,7 @@ def pfedme(
         w, theta = {**w, "stats": stats}, {**theta, "stats": stats}
         upload, own = split.send(w)
         return Update(
-            upload, {"theta": theta, "own": own}, beside(c.model, theta, w), value
+            upload, {"theta": theta, "own": own}, paired(c.model, theta, w), value
         )
 
     def server_update(server, mean, cohort):
@@ -91,13 +91,13 @@ def pfedme(
         return {**mean, **trees.choose(jnp.any(cohort.trained), mixed, old)}
 
     def predict(server, row, c):
-        return beside(c.model, row["theta"], split.receive(server, row["own"]))
+        return paired(c.model, row["theta"], split.receive(server, row["own"]))
 
     return averaging.from_client(
         init,
         client,
         predict,
         server_update=server_update,
-        score=averaging.score_beside,
+        score=averaging.score_paired,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -106,7 +106,7 @@ def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
     """The client's model after epochs over all public examples with their labels
     (FedMD).
 
-    Meanwhile the public classes stand beside the private ones, as outputs of a linear
+    Meanwhile the public classes follow the private ones, as outputs of a linear
     layer that is dropped then.
 
     Raises:

@@ -122,7 +122,7 @@ def learn(
         value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported
 
-    def apart(lr: Numeric) -> optax.GradientTransformation:
+    def separate(lr: Numeric) -> optax.GradientTransformation:
         one = (
             task.optimizer(lr)
             if clip is None
@@ -134,7 +134,13 @@ def learn(
     v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
     v, (_, value) = local_training.sgd(
-        c.key, data, loss, v, task._replace(optimizer=apart), train=parts, has_aux=True
+        c.key,
+        data,
+        loss,
+        v,
+        task._replace(optimizer=separate),
+        train=parts,
+        has_aux=True,
     )
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)

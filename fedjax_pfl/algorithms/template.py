@@ -16,7 +16,7 @@ from fedjax_pfl.types import Algorithm, Task, Update
 
 
 def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
-    """Averages the body; each head stays with its client, under the penalty mu/2
+    """Averages the body; each client keeps its head, under the penalty mu/2
     ||head||^2.
 
     Args:

@@ -83,24 +83,24 @@ def assign(work: Array, devices: int, load: Array | None = None) -> Array:
     ) -> tuple[tuple[Array, Array], Array]:
         load, held = carry
         device = jnp.argmin(jnp.where(held < capacity, load, jnp.inf))
-        place = device * capacity + held[device]
-        return (load.at[device].add(work[position]), held.at[device].add(1)), place
+        slot = device * capacity + held[device]
+        return (load.at[device].add(work[position]), held.at[device].add(1)), slot
 
     start = (
         jnp.zeros(devices) if load is None else load,
         jnp.zeros(devices, jnp.int32),
     )
-    _, places = jax.lax.scan(give, start, order)
-    assigned = jnp.full(devices * capacity, count, jnp.int32).at[places].set(order)
+    _, slots = jax.lax.scan(give, start, order)
+    assigned = jnp.full(devices * capacity, count, jnp.int32).at[slots].set(order)
     empty = assigned == count
     return jnp.where(empty, count - 1 + jnp.cumsum(empty), assigned)
 
 
-def loaded(load: Array, work: Array, places: Array) -> Array:
+def loaded(load: Array, work: Array, slots: Array) -> Array:
     """Returns the work [D] of each device after clients with `work` [S] were assigned
-    to `places` (see `assign`)."""
-    real = places < len(work)
-    here: Array = jnp.where(real, work[jnp.minimum(places, len(work) - 1)], 0)
+    to `slots` (see `assign`)."""
+    real = slots < len(work)
+    here: Array = jnp.where(real, work[jnp.minimum(slots, len(work) - 1)], 0)
     return load + jnp.sum(here.reshape(len(load), -1), axis=1)
 
 
@@ -148,8 +148,8 @@ def placement(task: Task, devices: int) -> Placement | None:
         ids = architectures.members(task, group)
         at = np.arange(len(ids))
         if devices > 1:
-            places = jax.jit(assign, static_argnums=1)(work[ids], devices, load)
-            load, at = loaded(load, jnp.asarray(work[ids]), places), np.asarray(places)
+            slots = jax.jit(assign, static_argnums=1)(work[ids], devices, load)
+            load, at = loaded(load, jnp.asarray(work[ids]), slots), np.asarray(slots)
         # distinct over all segments
         empty = n + sum(map(len, parts)) + np.arange(len(at))
         parts.append(np.where(at < len(ids), ids[np.minimum(at, len(ids) - 1)], empty))
@@ -180,9 +180,9 @@ def arrange(
         mine, on, here = _of_group(task, group, ids, active)
         if devices > 1:
             work = jnp.where(on, jnp.asarray(where.work)[mine], 0)
-            places = assign(work, devices, load)
-            load = loaded(load, work, places)
-            at, real = jnp.minimum(places, len(mine) - 1), places < len(mine)
+            slots = assign(work, devices, load)
+            load = loaded(load, work, slots)
+            at, real = jnp.minimum(slots, len(mine) - 1), slots < len(mine)
             mine, on, here = mine[at], on[at] & real, here[at] & real
         parts.append(
             (jnp.where(here, mine, nobody + jnp.arange(len(mine), dtype=jnp.int32)), on)

@@ -354,10 +354,10 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         words = Path(rest).expanduser().read_text(encoding="utf-8").split()
     else:
         listed = (rest if kind == "blocks" else spec).split(",")
-        places = (
+        slots = (
             ids * len(listed) // num_clients if kind == "blocks" else ids % len(listed)
         )
-        words = [listed[i] for i in places] if len(listed) <= num_clients else listed
+        words = [listed[i] for i in slots] if len(listed) <= num_clients else listed
     if len(words) != num_clients:
         raise InputError(
             f"--model={spec} has {len(words)} names, {num_clients} clients."

@@ -147,7 +147,7 @@ def _values(name: str, value: Any) -> list[Any]:
         return [value]
     found = _split(value, name in _NAMES or _is_named(Config, name))
     if len(found) > 1 and name in {*FREE, "preset"}:
-        raise InputError(f"--{name}={value}: a sweep takes one value of it.")
+        raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found
 
 

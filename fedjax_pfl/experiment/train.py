@@ -247,9 +247,9 @@ def _execute(
 ) -> int:
     experiments = build_at_once(configs, room)
     pairs = zip(directories, experiments, strict=True)
-    places = [directory.open(experiment) for directory, experiment in pairs]
-    start, states = places[0][0], [state for _, state in places if state is not None]
-    if any(step != start for step, _ in places):
+    opened = [directory.open(experiment) for directory, experiment in pairs]
+    start, states = opened[0][0], [state for _, state in opened if state is not None]
+    if any(step != start for step, _ in opened):
         raise InputError("Runs at once must go on from the same round.")
     say(describe(experiments[0], directories))
     begin = time.perf_counter()

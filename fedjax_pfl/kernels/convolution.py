@@ -27,7 +27,7 @@ FORMS = {
     "cpu": "winograd",
     "gpu": "winograd",
     "tpu": "packed",
-}  # what "auto" stands for
+}  # the meaning of "auto"
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "packed", "xla")
 # channels out up to which the order of the kernel gradient's product matters
 XLA = ("packed", "xla")  # forms whose single convolutions are XLA's own
@@ -70,7 +70,7 @@ def convolution(form: str) -> Iterator[None]:
 
 
 def form(name: str) -> str:
-    """The form that a setting stands for on this machine: the setting itself, but for
+    """The form of a setting on this machine: the setting itself, but for
     "auto"."""
     return FORMS[platform()] if name == "auto" else name
 
@@ -136,7 +136,8 @@ def _is_nhwc(
 def winograd_is_faster(
     x: Array, kernel: Array, strides: Sequence[int], pads: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether `winograd_conv` beats `matmul_conv` on a CPU; arguments as theirs.
+    """Returns True if `winograd_conv` beats `matmul_conv` on a CPU; arguments as
+    theirs.
 
     Measured for stride 1, forward and both gradients in a loop, on a core of an Intel
     Xeon with AVX-512, relative to `matmul_conv`: 3x3 kernels with 1,024 tiles of the
@@ -238,8 +239,8 @@ def _padded(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
 
 
 def shifts(x: Array, axis: int, size: int, stride: int) -> list[Array]:
-    """What each of the `size` positions of a window along `axis` sees, one value for
-    each window."""
+    """Returns the input at each of the `size` positions of a window along `axis`, one
+    value for each window."""
     span = (x.shape[axis] - size) // stride * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
 
@@ -315,8 +316,9 @@ def _winograd_conv(
 def _tiles(
     x: Array, side: int, pads: Sequence[tuple[int, int]]
 ) -> tuple[int, int, int, int, int]:
-    """What a convolution of stride 1 gives: height and width, the side of Winograd's
-    tiles that takes the fewest products, and how many of them there are along both
+    """Computes the output of a convolution of stride 1: height and width, the side of
+    Winograd's tiles that takes the fewest products, and how many of them there are
+    along both
     axes."""
     high, wide = (
         size + before + after - side + 1
@@ -335,10 +337,10 @@ def _tiles(
 
 
 def _windows(x: Array, axis: int, size: int) -> list[Array]:
-    """What each of the `size` pixels of a window sees along `axis`, the tiles; their
-    pixels are the next axis.
+    """Returns the input at each of the `size` pixels of a window along `axis`, the
+    tiles; their pixels are the next axis.
 
-    Taken apart by `unstack`, here and in the other transforms, because the gradient of
+    Divided by `unstack`, here and in the other transforms, because the gradient of
     indexing pads and adds.
     """
     pixels, count = jnp.unstack(x, axis=axis + 1), x.shape[axis] - 1
@@ -404,8 +406,8 @@ def _product(matrix: np.ndarray, parts: Array) -> Array:
     """The same for parts [k, ...] that stand one after another, as one matrix product:
     [n, ...]."""
     flat, weights = parts.reshape(len(parts), -1), jnp.asarray(matrix, parts.dtype)
-    # the same for every client, but said to be each one's own: one product of all
-    # clients at once would put their axis second and transpose all of it (4 clients of
+    # the same for every client, but marked as each client's: one product of all
+    # clients at once would put their axis second and transpose everything (4 clients of
     # the CNN: 1.4 times the time of a step)
     weights = jnp.where(lax.stop_gradient(flat[0, 0]) == 0, weights, weights)
     y = jnp.dot(weights, flat, precision=lax.Precision.HIGHEST)

@@ -81,7 +81,8 @@ def product_and_add(
 
 
 def _overlap(y: Array, axis: int, blocks: int) -> Array:
-    """Adds block k of each window, those along the axis `blocks`, at k places further
+    """Adds block k of each window, those along the axis `blocks`, at k positions
+    further
     along `axis`."""
     parts, zero = jnp.unstack(y, axis=blocks), jnp.zeros((), y.dtype)
     rest = [(0, 0, 0)] * (y.ndim - 2 - axis)

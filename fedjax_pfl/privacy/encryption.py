@@ -77,7 +77,8 @@ class KeyHolder:
         self._context.global_scale = SCALE
 
     def public(self) -> bytes:
-        """What the server needs in order to add: the parameters and the public key."""
+        """Returns the part that the server needs in order to add: the parameters and
+        the public key."""
         return bytes(
             self._context.serialize(
                 save_secret_key=False, save_galois_keys=False, save_relin_keys=False

@@ -14,7 +14,7 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
 
-# a cohort without client 2, and with a padded place
+# a cohort without client 2, and with a padded slot
 IDS = np.array([3, 0, 4, 1, N + 2], np.int32)
 ACTIVE = IDS < N
 Round = program.Round
@@ -123,11 +123,11 @@ def _started(s: Subject) -> State:
             t=t,
         )
     rng = np.random.default_rng(2)
-    # a counter stays what it is
+    # a counter is unchanged
     real: Callable[[Any], bool] = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
 
     def noisy(x: np.ndarray) -> np.ndarray:
-        # a variance stays positive
+        # a variance remains positive
         return x + rng.uniform(0, 0.2, x.shape).astype(x.dtype) if real(x) else x
 
     return State(state.server, jax.tree.map(noisy, state.clients))
@@ -188,7 +188,7 @@ def rows_of(tree: PyTree, at: Any) -> PyTree:
 
 
 def reported(metrics: Round, clients: np.ndarray) -> PyTree:
-    """What was reported of these clients."""
+    """Returns the metrics of these clients."""
     at = [int(np.flatnonzero(metrics.ids == i)[0]) for i in clients]
     kept = {name: getattr(metrics, name) for name in ("loss", "post", "clients")}
     return rows_of(kept | {"traffic": metrics.traffic._asdict()}, at)
@@ -201,7 +201,7 @@ def same(
     clients: Any = None,
     tolerance: float = 0.0,
 ) -> None:
-    """Raises ContractViolation at the first place where two trees of equal structure
+    """Raises ContractViolation at the first leaf where two trees of equal structure
     differ; NaN equals NaN.
 
     Args:

@@ -48,7 +48,7 @@ def order(s: Subject) -> None:
 
 
 def padding(s: Subject) -> None:
-    """What padding holds changes nothing."""
+    """Padding changes nothing."""
     f = s.federation
     nobody = f.examples.x.shape[0] - 1
     poisoned = _poisoned(f, np.array([nobody]))
@@ -67,7 +67,7 @@ def _poisoned(f: Federation, at: np.ndarray) -> Federation:
 
 
 def mask(s: Subject) -> None:
-    """What masked rows of a batch hold changes nothing: every mean over a batch is
+    """Masked rows of a batch change nothing: every mean over a batch is
     masked."""
     other = filled(s.federation)
     same_round(run(s, federation=other), run(s), IDS[ACTIVE])
@@ -309,10 +309,10 @@ def dtype(s: Subject) -> None:
 
 
 def layout(s: Subject) -> None:
-    """The layout does not matter: clients at once, devices, places, and the padding of
+    """The layout does not matter: clients at once, devices, slots, and the padding of
     examples."""
     devices = 2 if jax.device_count() > 1 else 1
-    if devices == 2:  # six places
+    if devices == 2:  # six slots
         t, ids = s.task, np.array([3, N + 1, 0, 4, N, 1], np.int32)
     else:
         t, ids = (

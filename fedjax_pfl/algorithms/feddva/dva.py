@@ -55,7 +55,7 @@ def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
     Note:
       In time O(B d), from four means over j: the sum over pairs factorises. The means
       are taken about the batch's, on which the bound does not depend, or they would
-      cancel where it lies far from 0.
+      cancel where it is far from 0.
     """
     centre = lax.stop_gradient(_mean(q.mean, mask))
     q = q._replace(mean=q.mean - centre)

@@ -113,7 +113,7 @@ def feddva(
         in its code.
       xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ =
         8 d_c), 0.5 in its notebooks.
-      head: a classifier of [z; c], one of none, personal (it stays with its client),
+      head: a classifier of [z; c], one of none, personal (kept by its client),
         shared.
       cls: weight of its cross entropy in [0, inf); 1 in the code.
       mode: one of paper (two phases), code (three, see `dva_phases.phases`).
@@ -122,7 +122,7 @@ def feddva(
       detach: whether the batch's mixture counts as a constant in R_c's gradient, as in
         the code, true or false.
       exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
-        of c stays with its client).
+        of c is kept by its client).
 
     Raises:
       InputError: inputs that are not square images with a side of 2^k - 4, 2^k - 2 or
@@ -135,7 +135,7 @@ def feddva(
       twice). Running statistics always stay with their client, as in the code. Scores
       are taken at the posterior means; `loss` is the last phase's. No term asks c to
       differ between clients: a client's decoder knows its client, R_c binds examples of
-      one client only. With a shared encoder of c, c tells clients apart by accident.
+      one client only. With a shared encoder of c, c separates clients by accident.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head

@@ -69,7 +69,8 @@ def posterior(
     mu0: Any,
     mu0_bias: Any,
 ) -> PyTree:
-    """Where `count` rows N(g, sigma^2) have this mean, the posterior mean of g under
+    """Computes, for `count` rows N(g, sigma^2) of this mean, the posterior mean of g
+    under
     the prior N(mu0, sigma0^2).
 
     Args:
@@ -187,7 +188,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
       often, so the gains of BBP-MAP rank the assignments as squared distances do, and
       bbp differs by its prior only, which shrinks the rows of J clients by J / (J + 1),
       and not the running statistics of a batch norm after them. As a round's clients
-      start from one model, their neurons seldom change places: identity shows what
+      start from one model, their neurons seldom change positions: identity shows what
       matching adds to averaging layer by layer. Hidden layers are averaged uniformly
       over the clients with examples. The model a round starts from is not in the
       traffic (a client that was absent needs it). Batch norms follow their convolution
@@ -229,7 +230,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
         turns = itertools.count()
         for n, layer in enumerate(hidden):
             # the permutations of the layer's neurons, and the mean of what they put in
-            # one place
+            # one position
             for group in layer.turns if on.matching != "identity" else ():
                 models = reorder(
                     jax.random.fold_in(key, next(turns)),

@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Path, ...]:
-        """What belongs to the layer itself."""
+        """Returns the tensors of the layer itself."""
         return self.rows + self.followers
 
 
@@ -182,10 +182,8 @@ def _group(
     if not all(_tensors(variables, layer) for layer in (*written, *reading)):
         return None
     width = _at(variables, rows[0]).shape[-1]
-    places = [(part, *norm) for part in ("body", "stats") for norm in norms]
-    followers = [
-        (*place, name) for place in places for name in _children(variables, place)
-    ]
+    paths = [(part, *norm) for part in ("body", "stats") for norm in norms]
+    followers = [(*path, name) for path in paths for name in _children(variables, path)]
     alike = all(_at(variables, path).shape[-1] == width for path in rows)
     fits = alike and all(
         _at(variables, path).shape[-2] % width == 0 for path in readers
@@ -225,8 +223,8 @@ def mask(variables: PyTree, paths: tuple[Path, ...]) -> PyTree:
 
 
 def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
-    """One client's variables with neuron order[g] of the group in place g; the function
-    of the network stays.
+    """One client's variables with neuron order[g] of the group in path g; the function
+    of the network is unchanged.
 
     Args:
       order: [width] int32.

@@ -240,7 +240,7 @@ def with_pool(
 def asked(
     c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions
 ) -> Asked:
-    """What a client's rule is given; a [N, N] are the coefficients so far."""
+    """Returns the input of a client's rule; a [N, N] are the coefficients so far."""
     share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
     return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
 

@@ -54,8 +54,8 @@ def class_logits(b: Branches, z: Array) -> Array:
 
 def _reject(b: Branches, z: Array) -> Array:
     """The reject logit of every task, [B, T]; 0 where it has none."""
-    place = len(b.of) + np.cumsum(~b.binary) - 1
-    return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, place)])
+    column = len(b.of) + np.cumsum(~b.binary) - 1
+    return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, column)])
 
 
 def task_losses(
@@ -112,7 +112,7 @@ def _class_losses(b: Branches, z: Array, y: Array) -> Array:
 
 
 def _inside(b: Branches, y: Array) -> Array:
-    """Whether the label is in the group, [B, T] bool."""
+    """Returns the membership of each label in each group, [B, T] bool."""
     return jnp.asarray(b.of)[y][:, None] == np.arange(len(b.member))[None]
 
 
@@ -139,7 +139,7 @@ def min_norm_weights(m: Array, losses: Array, active: Array, normalise: str) -> 
 def weight_shares(
     b: Branches, alpha: Array, y: Array, mask: Array, one_class: Array
 ) -> dict[str, Array]:
-    """Where the weights alpha [T] lie: their share [] on tasks with a sample of their
+    """Computes the share [] of the weights alpha [T] on tasks with a sample of their
     group in the batch, the others answering "no", and on the tasks `one_class` [T]."""
     positive = jnp.any(_inside(b, y) & mask[:, None], axis=0)
     on = {"weight_on_positives": positive, "weight_on_one_class": one_class}
@@ -231,7 +231,7 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     group, for a binary one (TPR + TNR) / 2; `recall_macro` the mean recall of
     `acc_present`'s predictions; `*_majority` their majority baselines: what always
     saying no, or always the client's majority class, scores on the same samples. With
-    group_binary, which cannot tell the classes of a group apart, a group's prediction
+    group_binary, which cannot distinguish the classes of a group, a group's prediction
     is the client's majority class in it, and a task's is a yes.
     """
     counts = c.class_counts

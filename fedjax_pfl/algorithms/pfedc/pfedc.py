@@ -5,7 +5,7 @@ A branch (a task t) owns columns of the last layer, those of its classes G_t, so
 branches of all tasks together are one ordinary head: kernel [K, L] and bias [L], L = C
 unless groups have another head (see `task_maps`). A client trains the branches it has
 labels for, and weighs their losses by the minimum-norm point of their gradients in the
-feature space (MGDA-UB). In Privacy-pFedC who holds which classes stays secret: branches
+feature space (MGDA-UB). In Privacy-pFedC who holds which classes is secret: branches
 and holders are added under encryption.
 
 Reference: the pFedC paper, whose equations are meant; its journal version seems to be
@@ -116,7 +116,7 @@ class Branched(NamedTuple):
 
 
 def branched(task: Task, on: Branching) -> Branched:
-    """What both methods share, for a task's first model.
+    """Returns the parts that both methods share, for a task's first model.
 
     Raises:
       InputError: the tasks are not a map of the classes; from `start`, the head is not

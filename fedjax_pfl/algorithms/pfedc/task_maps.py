@@ -98,7 +98,7 @@ def inline(tasks: str) -> str:
     """A task map without its file: file:PATH becomes map:0,0,1, the task of each class;
     others stay as they are.
 
-    The file is text: one whole number a class, apart by commas or white space, or a
+    The file is text: one integer per class, separated by commas or white space, or a
     JSON list; # begins a comment.
 
     Raises:
