@@ -1,4 +1,4 @@
-"""The command `fedjax-pfl export`: `python -m experiments.export --help` lists its flags."""
+"""The command `fedjax-pfl export`; `--help` lists its flags."""
 
 from fedjax_pfl.experiment import cli
 

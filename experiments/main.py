@@ -1,4 +1,4 @@
-"""The command `fedjax-pfl run`: `python -m experiments.main --help` lists its flags."""
+"""The command `fedjax-pfl run`; `--help` lists its flags."""
 
 from fedjax_pfl.experiment import cli
 

@@ -1,4 +1,4 @@
-"""The command `fedjax-pfl plot`: `python -m experiments.plot --help` lists its flags."""
+"""The command `fedjax-pfl plot`; `--help` lists its flags."""
 
 from fedjax_pfl.experiment import cli
 

@@ -1,4 +1,4 @@
-"""The command `fedjax-pfl report`: `python -m experiments.report --help` lists its flags."""
+"""The command `fedjax-pfl report`; `--help` lists its flags."""
 
 from fedjax_pfl.experiment import cli
 

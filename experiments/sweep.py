@@ -1,4 +1,4 @@
-"""The command `fedjax-pfl sweep`: `python -m experiments.sweep --help` lists its flags."""
+"""The command `fedjax-pfl sweep`; `--help` lists its flags."""
 
 from fedjax_pfl.experiment import cli
 

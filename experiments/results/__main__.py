@@ -24,9 +24,11 @@ FOLDER = Path(__file__).parent
 DOCS = FOLDER.parent.parent / "docs" / "results"
 _NOTE = "<!-- Written by `python -m experiments.results`: do not edit. -->"
 _INTRO = (
-    "Scores are means over clients (`_micro`: over test examples) in %, `pre` before and "
+    "Scores are means over clients (`_micro`: over test examples) in %, `pre` before "
+    "and "
     "`post` after local training, after the last round; ± is the sample standard "
-    "deviation over seeds. A difference is to the published number, of the best round where "
+    "deviation over seeds. A difference is to the published number, of the best round "
+    "where "
     "that is given. See [evaluation](../evaluation.md)."
 )
 
