@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import toy
 
+from fedjax_pfl import keys, local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
@@ -62,6 +63,19 @@ def run(method, begin=None, **hparams):
 def batches(i, t):
     """The minibatches (x, y) of client i in round t."""
     return [step[0] for step in oracle.batches(F, i, KEYS[t], TASK)]
+
+
+def shuffled(key, i, epochs):
+    """The minibatches of client i under another key."""
+    rows, (x, y) = int(F.train.size[i]), examples(i)
+    length, steps = F.train.index.shape[1], []
+    for epoch in range(epochs):
+        draw = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)
+        order = np.asarray(local_training.shuffle(draw, length, rows))[:rows]
+        for s in range(0, rows, TASK.batch_size):
+            at = order[s : s + TASK.batch_size]
+            steps.append((x[at], y[at]))
+    return steps
 
 
 def examples(i):

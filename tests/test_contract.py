@@ -45,6 +45,7 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedmd",
         "sim_pfd",
         "topk_pfd",
+        "fedgh",
     ),
 )
 # What scores the model that `post` does, of methods whose clients fine-tune a copy of
@@ -78,7 +79,9 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
-    **dict.fromkeys(("feddyn",), "its rounds by hand are in tests/algorithms"),
+    **dict.fromkeys(
+        ("feddyn", "fedadmm", "fedgh"), "its rounds by hand are in tests/algorithms"
+    ),
 }
 # their server moves though no upload differs from the default
 MOVES = ("feddyn",)
@@ -424,6 +427,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedafm": body * ones,
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
+        "feddbe": (body + head + 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
@@ -441,6 +445,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "fedgh": (head * ones, 8 * classes),
+        "fedpac": (body + head + 8 * C * ones, body + head + 16 * classes + 1),
         "fedproto": (8 * C * ones, 8 * classes),  # all classes are known
         "fd": (C * C * ones, C * classes),  # every class has been sent by somebody else
     }
