@@ -45,14 +45,14 @@ def _compiled(method, static):
     return jax.device_get(make({}).init(jax.random.key(0))), step
 
 
-def run(method, begin=None, **hparams):
-    """Returns the states before, between and after the two rounds, on the host, and
-    their metrics."""
+def run(method, begin=None, rounds=oracle.ROUNDS, **hparams):
+    """Returns the states before, between and after the rounds, on the host, and their
+    metrics."""
     values = {k: jnp.float32(x) for k, x in hparams.items() if isinstance(x, float)}
     static = tuple((k, x) for k, x in hparams.items() if not isinstance(x, float))
     start, step = _compiled(method, static)
     states, reports = [start if begin is None else begin], []
-    for t, (key, here) in enumerate(zip(KEYS, oracle.ROUNDS, strict=True)):
+    for t, (key, here) in enumerate(zip(KEYS, rounds, strict=False)):
         active = jnp.isin(IDS, jnp.array(here))
         new, metrics = step(key, states[-1], active, jnp.int32(t), values)
         states.append(jax.device_get(new))

@@ -46,6 +46,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "sim_pfd",
         "topk_pfd",
         "fedgh",
+        "fedtgp",
+        "pfedsim",
     ),
 )
 # What scores the model that `post` does, of methods whose clients fine-tune a copy of
@@ -68,6 +70,7 @@ ALONE = {
 # client had received
 SEEN_LATER = {
     "fedproto": ("proto_acc", "proto_acc_present"),  # the prototypes
+    "fedtgp": ("proto_acc", "proto_acc_present"),
     # the small model is trained once more after the scores
     "pfedafm": ("small_acc", "small_acc_present"),
 }
@@ -427,6 +430,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedafm": body * ones,
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
+        "fedas": (body + 1) * ones,
+        "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
         "feddbe": (body + head + 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
@@ -445,6 +450,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "fedcac": (2 * (body + head) * ones, (body + head) * ones),
+        "fedtgp": (8 * C * ones, 8 * classes),
         "fedgh": (head * ones, 8 * classes),
         "fedpac": (body + head + 8 * C * ones, body + head + 16 * classes + 1),
         "fedproto": (8 * C * ones, 8 * classes),  # all classes are known

@@ -90,6 +90,7 @@ SMALL["feddva"] = {
     "cls": 30.0,
 }
 SMALL["feddbe"] = {"kappa": 2.0}  # the default is for wide features
+SMALL["fedtgp"] = {"lam": 0.1, "server_epochs": 5}
 METHODS = ALGORITHMS | {
     name: functools.partial(ALGORITHMS[name], **options)
     for name, options in SMALL.items()
