@@ -6,7 +6,7 @@ leaves are personal, which are trained in which phase, a proximal term, and what
 before a prediction."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from fedjax_pfl.types import (
     Update,
 )
 
-Path = tuple[str, ...]  # of a layer in the variables
 BODY_AND_HEAD = ("body", "head")
 # what of a model is fine-tuned
 FINE_TUNED = {"all": BODY_AND_HEAD, "head": ("head",), "body": ("body",)}
@@ -183,30 +182,6 @@ def split(
             for pair in zip(masks, wholes, strict=True)
         ]
     return Split(task, tuple(masks))
-
-
-def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split:
-    """Divides a model's variables by layers: those that `shared` names of an
-    architecture are sent.
-
-    A batch norm's running statistics go with its parameters, unless bn_stats=local.
-
-    Args:
-      shared: model -> paths of layers, such as ("body", "convs", "0").
-    """
-
-    def mask(model: Model) -> PyTree:
-        paths = set(shared(model))
-
-        def kept(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
-            part, *inside, _name = (key.key for key in path)
-            if part == "stats":
-                return task.bn_stats == "local" or ("body", *inside) not in paths
-            return (part, *inside) not in paths
-
-        return jax.tree_util.tree_map_with_path(kept, model.bn_mask)
-
-    return Split(task, tuple(map(mask, task.models)))
 
 
 def from_client(
