@@ -345,12 +345,6 @@ def test_bad_input(wrong):
         factory(TASK, **wrong)
 
 
-def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):
-    monkeypatch.setattr(trees, "size", lambda _: 2**30)
-    with pytest.raises(InputError, match="fedfomo: received=2 models have "):
-        factory(TASK, received=2)
-
-
 @pytest.mark.slow
 def test_epsilon_loses_as_much_in_every_round(monkeypatch):
     seen = set()
