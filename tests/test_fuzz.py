@@ -34,7 +34,6 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
         "retrain_epochs": (0, 1),
     },
     "apfl": {"adaptive": (False, True)},
-    "fedphp": {"regularizer": ("mmd", "kd")},
     "fedala": {"blended": ("none", "head", "all"), "percent": (30.0, 80.0)},
     "fedfomo": {"received": (1, 2, 5), "epsilon": (0.0, 0.5)},
     "pfedhn": {"inner_steps": (None, 3)},
@@ -48,7 +47,6 @@ HPARAMS: dict[str, dict[str, tuple]] = {  # other ways through a method
     "sim_pfd": {"order": ("paper", "code")},
     "topk_pfd": {"neighbours": (1, 2, 5)},
     "feddf": {"student_optimizer": ("adam", "sgd"), "public_batch": (3, 256)},
-    "fedem": {"refit": (0, 1)},
     "fedcp": {
         "policy": ("softmax", "gumbel"),
         "norm": ("layer", "batch"),

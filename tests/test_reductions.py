@@ -208,13 +208,10 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     assert trees.sq_dist(pulled, alone) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "task, hparams",
-    [toy.slow(MLP, {}), (NORM, {}), toy.slow(MLP, {"regularizer": "kd"})],
-)
-def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
+@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
+def test_fedphp_without_a_teacher_trains_as_fedavg(task):
     assert_close(
-        train("fedphp", task, lam=0.0, **hparams).state.server,
+        train("fedphp", task, lam=0.0).state.server,
         train("fedavg", task).state.server,
         2e-6,
     )

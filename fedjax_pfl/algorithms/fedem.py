@@ -87,15 +87,12 @@ def fedem(
     task: Task,
     *,
     components: Annotated[int, Interval(ge=1, le=100)] = 3,
-    refit: Annotated[int, Interval(ge=0, le=1000)] = 0,
 ) -> Algorithm:
     """Trains M models on all examples, each weighted by how likely the model made it,
     and averages them as FedAvg does.
 
     Args:
       components: models that the clients share (M) in [1, 100]; 3 as in the paper.
-      refit: E-steps in [0, 1000] before a prediction, which find the weights of a
-        client that has never trained.
 
     Note:
       The components begin differently, the first as FedAvg's model; all see the same
@@ -135,9 +132,7 @@ def fedem(
 
     def predict(server, row, c):
         theta = split.receive(server, row["own"])
-        again = lambda _, pi: e_step(task, theta, pi, c.train)[1]
-        pi = jax.lax.fori_loop(0, refit, again, row["pi"])
-        return mixture(task, theta, pi)
+        return mixture(task, theta, row["pi"])
 
     averages = averaging.BODY_AND_HEAD
     return averaging.from_client(init, client, predict, averages=averages)

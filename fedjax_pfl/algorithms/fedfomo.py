@@ -18,7 +18,6 @@ from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Client,
     Data,
     Metrics,
     Model,
@@ -76,20 +75,6 @@ def mixing(benefits: Array) -> Array:
     return positive / jnp.where(total > 0, total, 1)
 
 
-def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
-    """Returns the training and validation examples of a client: its own validation
-    examples if it has any, else a holdout."""
-    rest, held = local_training.holdout(c.train, val)
-    given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
-
-    def pad(index):
-        return jnp.pad(index, (0, length - index.shape[0]))
-
-    index = jnp.where(given, pad(c.val.index), pad(held.index))
-    held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
-    return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
-
-
 def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> Array:
     """Computes the mean cross entropy [] of a model over all rows of the data; 0
     without any."""
@@ -128,8 +113,7 @@ def fedfomo(
       model. So does a client for which no benefit is positive: it goes on from its own
       trained model. A client that takes no step (with `drop_last`, one without a whole
       batch besides its holdout) uploads nothing, and is scored by the model it had.
-      Validation examples of the federation, where a client has them, take the holdout's
-      order. The candidates are the last
+      The candidates are the last
       uploads of all clients so far, as in PFLlib, where a client receives no more of
       them than the last round had (the authors' code: of those of the last round). The
       distance is Euclidean over the parameters, the server adds the raw benefits to the
@@ -177,7 +161,7 @@ def fedfomo(
         server = state.server
 
         def client(c, mine):
-            rest, held = splits(c, val)
+            rest, held = local_training.holdout(c.train, val)
             # The client receives the models it has the largest affinity to, and mixes
             # them by their benefits (Eq. 4-6).
             affinity, known = server["affinity"][c.id], server["known"]

@@ -10,23 +10,12 @@ FedBABU: toward enhanced representation for federated image classification (ICLR
 
 from typing import Annotated, Literal
 
-import jax
-from absl import logging
 from annotated_types import Interval
 
 from fedjax_pfl import keys
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
 from fedjax_pfl.types import Algorithm, Task
-
-
-def _warn_without_body(task: Task) -> None:
-    if not jax.tree.leaves(task.model.bn_mask["body"]):
-        what = (
-            "this model is a head without a body, and FedPer, FedRep and FedBABU share "
-            "the body: nothing is averaged."
-        )
-        logging.log_first_n(logging.WARNING, what, 1)
 
 
 @register("fedper")
@@ -38,7 +27,6 @@ def fedper(task: Task) -> Algorithm:
       The paper's personal layers before the last one are not built; see `lg_fedavg` for
       the mirror.
     """
-    _warn_without_body(task)
     return partial_averaging(task, split(task, ("head",)))
 
 
@@ -61,7 +49,6 @@ def fedrep(
       training of the head alone, after all rounds as in the authors' code, is not
       built.
     """
-    _warn_without_body(task)
     head = (
         (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     )
@@ -103,7 +90,6 @@ def fedbabu(
       received; `post` scores are of the trained body. The last two are under a head
       that nobody trained, and say little.
     """
-    _warn_without_body(task)
     parts = FINE_TUNED[fine_tune]
     return partial_averaging(
         task,

@@ -58,16 +58,8 @@ def draw(key: Array, task: Task, size: int) -> Array:
 
 
 def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
-    """The examples `index` [D] of the pool; none where not wanted [].
-
-    Raises:
-      InputError: the federation has no pool.
-    """
-    if pool is None:
-        raise InputError(
-            "The task has public examples and the federation has none: give "
-            "Federation.public."
-        )
+    """Returns the examples `index` [D] of the pool; none where not wanted []."""
+    assert pool is not None  # as the task has one
     return pool._replace(
         index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32)
     )

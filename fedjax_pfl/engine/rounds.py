@@ -142,10 +142,17 @@ def rounds(
         state_every,
         until,
     ):
-        if metrics is not None:
-            metrics = without_padding(metrics, num_clients)
-            check_finite(t, metrics)
-        yield Result(t, new, metrics, pre)
+        yield _result(t, new, metrics, pre, num_clients)
+
+
+def _result(
+    t: int, state: State | None, metrics: Round | None, pre: Any, num_clients: int
+) -> Result:
+    """Returns a Result of one run; raises DivergenceError if it is not finite."""
+    if metrics is not None:
+        metrics = without_padding(metrics, num_clients)
+        check_finite(t, metrics)
+    return Result(t, state, metrics, pre)
 
 
 def rounds_at_once(
@@ -194,12 +201,10 @@ def rounds_at_once(
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
             try:
-                if mine is not None and i not in failed:
-                    mine = without_padding(mine, num_clients)
-                    check_finite(t, mine)
+                one = failed.get(i) or _result(t, new, mine, scores, num_clients)
             except DivergenceError as error:
-                failed[i] = error
-            found.append(failed.get(i) or Result(t, new, mine, scores))
+                one = failed[i] = error
+            found.append(one)
         yield found
 
 

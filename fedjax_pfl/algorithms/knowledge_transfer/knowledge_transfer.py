@@ -35,14 +35,10 @@ from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     slope,
     uniform,
 )
-from fedjax_pfl.algorithms.public_data import Predictions
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
-    Array,
-    Client,
-    Cohort,
     Idle,
     Metrics,
     Own,
@@ -144,13 +140,18 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
 
         # The coefficients of the student's mixture, and training on it.
         def learn(c, w, outputs, value):
-            used, kept = rule.coefficients(asked(c, cohort, a, outputs, given))
+            share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
+            row, own = a[c.id][given.ids], given.ids == c.id
+            used, kept = rule.coefficients(Asked(row, own, outputs, given, share))
             weight = public_data.normalised(used, given.here)
             w, gap = distil(c, w, index, public_data.mean(weight, given))
             if not first:
                 w, value = sgd(c, w)
             post = evaluation.post(cohort, c, predictor(c.model, w))
-            return Own(w), written(a[c.id], kept, given), value, gap, post
+            # The round's clients have their coefficients in the row, [N].
+            at = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
+            row = a[c.id].at[at].set(kept, mode="drop")
+            return Own(w), row, value, gap, post
 
         w, rows, value, gap, post = cohort.map(
             learn, w, outputs, value, phase=1 if first else 0
@@ -198,20 +199,6 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         sent,
         **options,
     )
-
-
-def asked(
-    c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions
-) -> Asked:
-    """Returns the input of a client's rule; a [N, N] are the coefficients so far."""
-    share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
-    return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
-
-
-def written(row: Array, kept: Array, given: Predictions) -> Array:
-    """A row [N] of the coefficients with those of the round's clients, kept [S]."""
-    columns = jnp.where(given.here, given.ids, len(row) + jnp.arange(len(given.ids)))
-    return row.at[columns].set(kept, mode="drop")
 
 
 @register("mnfl_het", several_architectures=True)

@@ -14,7 +14,7 @@ personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIP
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from fedjax_pfl.algorithms.pfedc.class_groups import (
     columns,
     scores,
 )
-from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches, inline
+from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import (
@@ -59,9 +59,8 @@ class Branching(NamedTuple):
     averaged.
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH
-        (your own map: a text with the task of each class, numbered from 0), or such a
-        map itself as map:0,0,1.
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, or the
+        task of each class, numbered from 0, as map:0,0,1.
       head: of a task of several classes, one of group_softmax (samples of its classes
         only), group_reject (all samples, and a further logit for none of its classes),
         group_binary (one logit, whether it is one of them).
@@ -82,7 +81,7 @@ class Branching(NamedTuple):
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data.
     """
 
-    tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
+    tasks: str = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "balanced", "batch"] = "class"
     weighting: Literal["uniform", "mgda_ub"] = "uniform"
