@@ -113,19 +113,17 @@ class Split(NamedTuple):
         """
         whole = [model.init(key) for model in self.task.models]
         starts = [self.send(variables, group) for group, variables in enumerate(whole)]
-        shapes = [dict(trees.named_shapes(shared)) for shared, _ in starts]
-        for group, other in enumerate(shapes):
-            for name in {**shapes[0], **other}:
-                first, here = (
-                    shape.get(name, "missing") for shape in (shapes[0], other)
-                )
-                if first != here:
+        first = dict(trees.named_shapes(starts[0][0]))
+        for group, (shared, _) in enumerate(starts):
+            here = dict(trees.named_shapes(shared))
+            for name in {**first, **here}:
+                a, b = (shapes.get(name, "missing") for shapes in (first, here))
+                if a != b:
                     raise InputError(
                         "What the clients share must be the same in every "
-                        f"architecture, but {name} is {first} in the "
-                        f"first and {here} in number {group + 1}: take networks of one "
-                        "feature width K (`features`), "
-                        "or share less."
+                        f"architecture, but {name} is {a} in the "
+                        f"first and {b} in number {group + 1}: take networks of one "
+                        "feature width K (`features`), or share less."
                     )
         pairs = zip(whole, starts, strict=True)
         rows = iter(

@@ -338,13 +338,12 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
     assert [(line.name, line.ratio) for line in lines] == [
         ("mixed", 4 / 2),
         ("FedProto", 6 / 4),
-        ("FedProto, collect=during", 6 / 4),
         ("FML", 6 / (4 + 2)),
         ("FML, all clipped", 6 / (4 + 2)),
         ("MNFL", 6 / (4 + 1.5)),
     ]
-    assert [line.compile_ratio for line in lines] == [0.5, 1, 1, 0.5, 0.5, 0.5]
-    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 11
+    assert [line.compile_ratio for line in lines] == [0.5, 1, 0.5, 0.5, 0.5]
+    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 10
 
 
 def test_the_operations_of_fedproto_and_fml():

@@ -34,7 +34,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
     """The cross entropy of every row under every component, in evaluation mode, [B,
     M]."""
 
-    def one(theta: PyTree) -> Array:
+    def one(theta):
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
         return row_loss(logits, batch.y)
 
@@ -56,7 +56,7 @@ def e_step(
     # small enough that a short client is not padded many times
     batch_size = evaluation.batch_size(task.sizes.max() / 4)
 
-    def summed(batch: Batch) -> tuple[Array, Array]:
+    def summed(batch):
         q = responsibilities(pi, losses_of_rows(task, components, batch))
         q = jnp.where(batch.mask[:, None], q, 0)
         return jnp.zeros(shape, q.dtype).at[batch.row].add(q), jnp.sum(q, axis=0)
@@ -68,7 +68,7 @@ def e_step(
 def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
     """The logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         log_p = jax.lax.map(
             lambda theta: jax.nn.log_softmax(
                 averaging.predictor(task.model, theta)(x, mask)

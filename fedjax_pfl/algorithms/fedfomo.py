@@ -81,9 +81,11 @@ def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> A
 
     def loss(batch):
         logits = predictor(model, variables)(batch.x, batch.mask)
-        return losses.cross_entropy(logits, batch.y, batch.mask)
+        value = losses.cross_entropy(logits, batch.y, batch.mask)
+        return jnp.sum(batch.mask) * value
 
-    return evaluation.mean(data, loss, batch_size)
+    total = local_training.sweep(data, loss, batch_size)
+    return total / jnp.maximum(data.size, 1)
 
 
 @register("fedfomo")

@@ -171,7 +171,7 @@ def fedkd_objective(
     weight = 1 / jnp.maximum(teacher + student, TINY)
     mapped = jnp.dot(small.h, v["map"].T)
 
-    def from_other(z: Array, h: Array, other_z: Array, other_h: Array) -> Array:
+    def from_other(z, h, other_z, other_h):
         gap = losses.masked_mean(jnp.mean((h - other_h) ** 2, axis=1), batch.mask)
         return weight * (divergence(other_z, z, batch.mask) + gap)
 

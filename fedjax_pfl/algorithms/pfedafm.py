@@ -121,7 +121,7 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
     """The logits [B, C, 3] of the head on mixed, own and shared features, which `score`
     scores."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         g, G = (
             features(m, v, part, x, mask=mask)[0]
             for m, part in ((model, "w"), (shared, "theta"))

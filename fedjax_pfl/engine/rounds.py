@@ -12,7 +12,7 @@ from fedjax_pfl.engine import distributed, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
-from fedjax_pfl.engine.results import Result, check_finite, without_padding
+from fedjax_pfl.engine.results import Result, result
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.types import Array, Federation, State
@@ -142,17 +142,7 @@ def rounds(
         state_every,
         until,
     ):
-        yield _result(t, new, metrics, pre, num_clients)
-
-
-def _result(
-    t: int, state: State | None, metrics: Round | None, pre: Any, num_clients: int
-) -> Result:
-    """Returns a Result of one run; raises DivergenceError if it is not finite."""
-    if metrics is not None:
-        metrics = without_padding(metrics, num_clients)
-        check_finite(t, metrics)
-    return Result(t, state, metrics, pre)
+        yield result(t, new, metrics, pre, num_clients)
 
 
 def rounds_at_once(
@@ -201,7 +191,7 @@ def rounds_at_once(
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
             try:
-                one = failed.get(i) or _result(t, new, mine, scores, num_clients)
+                one = failed.get(i) or result(t, new, mine, scores, num_clients)
             except DivergenceError as error:
                 one = failed[i] = error
             found.append(one)

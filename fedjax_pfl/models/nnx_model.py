@@ -168,7 +168,11 @@ def model(
         return head(variables["head"], h), stats
 
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
-    _check_features(template, h)
+    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
+        raise InputError(
+            f"{type(template).__name__}.body must return one array [B, K], got {h} for "
+            "a batch of 2."
+        )
     return Model(
         _drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1]
     )
@@ -419,14 +423,6 @@ def _check_parts(module: Any) -> None:
                 f"x -> h, and a head, h -> logits: it has no `{part}`."
             )
     _check_variables(module, "body", "head")
-
-
-def _check_features(module: Any, h: Any) -> None:
-    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
-        raise InputError(
-            f"{type(module).__name__}.body must return one array [B, K], got {h} for a "
-            "batch of 2."
-        )
 
 
 _NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {

@@ -79,14 +79,14 @@ def forward(
     """
     stats = dict(variables["stats"])
 
-    def run(name: str, inputs: PyTree) -> PyTree:
+    def run(name, inputs):
         of_part = {"params": variables[name], "stats": stats[name]}
         out, stats[name] = _networks(nets)[name].apply(
             of_part, inputs, mask=mask, train=train
         )
         return out
 
-    def draw(key: Array | None, q: Gaussian) -> Array:
+    def draw(key, q):
         return q.mean if key is None else dva.sample(key, q)
 
     key_z, key_c = (None, None) if key is None else jax.random.split(key)
