@@ -282,14 +282,6 @@ def test_a_client_without_training_examples_is_as_one_that_takes_no_part(method)
     check_without_examples(subject(method))
 
 
-@pytest.mark.parametrize("method", ["fedma"])
-def test_bbp_does_not_count_clients_without_training_examples(method):
-    bbp = functools.partial(ALGORITHMS[method], matching="bbp", retrain_epochs=0)
-    check_without_examples(
-        testing.subject(bbp, toy.method_task(method), start=subject(method).start)
-    )
-
-
 def check_without_examples(s):
     f = s.federation
     for one in IDS[ACTIVE]:
