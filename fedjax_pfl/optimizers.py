@@ -95,10 +95,8 @@ def without_columns(
 def plain_sgd(
     make: Callable[[Numeric], optax.GradientTransformation], w: PyTree
 ) -> bool:
-    """Returns whether an optimizer's step at the parameters 0 is -lr times the gradient,
-    or 0, and depends on no earlier step.
-
-    Weight decay that is added to the gradient is part of the loss.
+    """Returns whether an optimizer's steps are -lr times the gradient, or 0, and depend
+    on no earlier step; weight decay that is added to the gradient is part of the loss.
 
     Args:
       w: zeros with the structure of the parameters.

@@ -393,8 +393,8 @@ class Algorithm(NamedTuple):
     # why unseen clients cannot be personalised, as the end of an error's sentence; "":
     # they can
     no_unseen: str = ""
-    # why a local step must be -lr times the gradient, as the end of an error's sentence;
-    # "": any optimizer will do
+    # why a local step must be -lr times the gradient, as the end of an error's
+    # sentence; "": any optimizer will do
     plain_sgd: str = ""
     # keys of State.server, means of parameters that a server optimizer may update
     averages: tuple[str, ...] = ()
