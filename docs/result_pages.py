@@ -1,6 +1,6 @@
-"""Writes docs/results/PAPER.md from the JSON files of this folder.
+"""Writes docs/results/PAPER.md from experiments/results/*.json.
 
-    python -m experiments.results
+    python docs/result_pages.py
 
 A file has the `tables` of one preset and `findings`. A table has settings that differ
 from the preset's, seeds, rounds, share of the data, command, commit, machine, and a row
@@ -12,17 +12,21 @@ show, `columns` without published numbers. Unknown entries are null.
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fedjax_pfl.experiment import metrics, presets
-from fedjax_pfl.experiment.presets import PRESETS
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 
-FOLDER = Path(__file__).parent
-DOCS = FOLDER.parent.parent / "docs" / "results"
-_NOTE = "<!-- Written by `python -m experiments.results`: do not edit. -->"
+from fedjax_pfl.experiment import metrics, presets  # noqa: E402
+from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
+
+FOLDER = ROOT / "experiments" / "results"
+DOCS = ROOT / "docs" / "results"
+_NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (
     "Scores are means over clients (`_micro`: over test examples) in %, `pre` before "
     "and "
