@@ -189,7 +189,8 @@ class EarlyStopping(Callback):
         self._stop = early_stopping.EarlyStopping(patience=patience - 1)
 
     def start(self, experiment: Experiment, start: int) -> None:
-        self._score, self._way = f"val/{experiment.headline[0]}", experiment.headline[1]
+        score, better = experiment.headline
+        self._score, self._sign = f"val/{score}", 1 if better == "min" else -1
         if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
             raise InputError(
                 "--patience needs --val_fraction and --eval_every above 0."
@@ -200,10 +201,8 @@ class EarlyStopping(Callback):
                 self._update(row[self._score])
 
     def _update(self, value: float | None) -> None:
-        if value is None:
-            value = math.inf if self._way == "min" else -math.inf
-        sign = 1 if self._way == "min" else -1
-        self._stop = self._stop.update(sign * value)  # type: ignore[no-untyped-call]
+        cost = math.inf if value is None else self._sign * value
+        self._stop = self._stop.update(cost)  # type: ignore[no-untyped-call]
 
     def __call__(self, result: Result) -> bool:
         found = metrics.points(result).get("val")
@@ -245,24 +244,6 @@ class ProgressBar(Callback):
 
     def close(self) -> None:
         self._bar.stop()
-
-
-class Matrices(Callback):
-    """Writes metrics of the server that have axes to matrices/NAME/ROUND.npy."""
-
-    def start(self, experiment: Experiment, start: int) -> None:
-        self._folder = self.directory.path / "matrices"
-        for file in self._folder.glob("*/*.npy"):
-            if int(file.stem) >= start:
-                file.unlink()
-
-    def __call__(self, result: Result) -> None:
-        if result.metrics is None or result.pre is None or jax.process_index():
-            return
-        for name, value in result.metrics.server.items():
-            if np.ndim(value):
-                (self._folder / name).mkdir(parents=True, exist_ok=True)
-                np.save(self._folder / name / f"{result.round:05d}.npy", value)
 
 
 class TensorBoard(Callback):

@@ -21,7 +21,6 @@ from typing import Any
 
 import filelock
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -181,11 +180,9 @@ class RunDirectory:
         for name in _ROWS:
             with open(self.path / name, "a") as file:
                 os.fsync(file.fileno())
-        named = _named(_without_keys(state))
-        leaves = {name: np.asarray(x) for name, x in named if x.size}
-        leaves = leaves or {"empty": np.zeros(1)}  # orbax refuses an empty tree
         try:
-            self._checkpoints.save(step, args=ocp().args.StandardSave(leaves))
+            args = ocp().args.StandardSave(_sized(state))
+            self._checkpoints.save(step, args=args)
         except ValueError as error:  # of tensorstore on a full disk
             raise OSError(f"{self.path}: {str(error)[:200]}") from error
 
@@ -196,18 +193,18 @@ class RunDirectory:
         if step is None:
             return 0, None
         like = experiment.state_shapes()
-        wanted = jax.eval_shape(_without_keys, like)
+        wanted = jax.eval_shape(_sized, like)
         try:
-            found = self._checkpoints.restore(step, args=ocp().args.StandardRestore())
-            leaves = [
-                np.asarray(found[name] if x.size else np.zeros(x.shape, x.dtype))
-                for name, x in _named(wanted)
-            ]
-            state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-            return step, jax.tree.map(_restored, like, wanted, state)
+            args = ocp().args.StandardRestore(wanted)
+            found = self._checkpoints.restore(step, args=args)
         except Exception as error:  # of many types in orbax and tensorstore
             path, why = self.path / "checkpoints" / str(step), str(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        return step, jax.tree.map(
+            lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
+            like,
+            found,
+        )
 
     @functools.cached_property
     def _checkpoints(self) -> Any:
@@ -252,29 +249,9 @@ def ocp() -> Any:
     return importlib.import_module("orbax.checkpoint")
 
 
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, as /server/body/kernel."""
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return [(f"/{name(path)}", x) for path, x in jax.tree.leaves_with_path(tree)]
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _without_keys(tree: PyTree) -> PyTree:
-    """Returns the tree with random keys as arrays of their data."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _restored(x: Any, wanted: Any, found: np.ndarray) -> Any:
-    """Returns a stored array as the leaf x; ValueError if shape or dtype differ."""
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise ValueError(f"{found.shape} {found.dtype} is not {wanted}")
-    if not _is_key(x):
-        return found
-    impl = jax.random.key_impl(jnp.empty((), x.dtype))
-    return jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
+def _sized(tree: PyTree) -> PyTree:
+    """Returns the tree with one element in empty leaves, which orbax refuses."""
+    return jax.tree.map(lambda x: x if x.size else np.zeros(1, bool), tree)
 
 
 def versions() -> Row:
