@@ -339,13 +339,12 @@ def load_public(config: Config) -> datasets.Dataset | None:
     """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
     if config.public is None:
         return None
-    name, _, count = config.public.rpartition(":")
-    if not count.isdecimal():
-        name, count = config.public, ""
+    head, _, count = config.public.rpartition(":")
+    name = head if count.isdecimal() else config.public
     if name == config.dataset:
         raise InputError(f"--public={config.public} is the data set of the clients.")
     dataset = datasets.load(name, config.data_dir, config.seed)
-    if not count:
+    if name == config.public:
         return dataset
     order = np.random.default_rng(config.seed).permutation(len(dataset.y))
     rows = np.sort(order[: int(count)])
@@ -430,9 +429,10 @@ def optimizer(
 
 def check_growth(e: Experiment, before: int) -> None:
     """Raises InputError if a method has a schedule over the rounds, which grew."""
-    texts, config = set(), e.config.replace(client_memory="device")
-    for rounds in {before, config.rounds}:
-        program = make_program(config, e.task._replace(rounds=rounds))
+    texts = set()
+    for rounds in {before, e.config.rounds}:
+        task = e.task._replace(rounds=rounds)
+        program = dataclasses.replace(e, task=task).on_one_device()
         federation = e.federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import rich.console
 import rich.progress
 from flax.training import early_stopping
@@ -65,12 +66,11 @@ class UnseenClients(Callback):
 
     def __call__(self, result: Result) -> None:
         e = self.experiment
-        if e.unseen is None or result.metrics is not None:
-            return
-        score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
-        server = server_optimizer.plain(e.fetch(result.state).server)
-        given = (e.key, e.unseen.federation, server, np.int32(result.round))
-        self.scores = jax.device_get(score(*given))
+        if e.unseen is not None and result.metrics is None:
+            score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
+            server = server_optimizer.plain(e.fetch(result.state).server)
+            given = (e.key, e.unseen.federation, server, np.int32(result.round))
+            self.scores = jax.device_get(score(*given))
 
 
 class MetricsWriter(Callback):
@@ -90,16 +90,17 @@ class MetricsWriter(Callback):
         more = self._unseen.scores
         scores = metrics.scores(result, more)
         self._remember(scores)
-        row = metrics.row(result, self.experiment, self._latest, more)
-        self.directory.append(row, scores)
+        some = self.experiment.task.participation != (1.0, 1.0)
+        latest = self._latest if some else None
+        self.directory.append(
+            metrics.row(result, self.experiment, latest, more), scores
+        )
 
     def _remember(self, scores: metrics.Row) -> None:
-        if self.experiment.task.participation == (1.0, 1.0):
-            return
         for name, values in scores.get("post", {}).items():
             unknown = np.full(self.experiment.task.num_clients, np.nan, np.float32)
             known = self._latest.setdefault(name, unknown)
-            known[scores["ids"]] = [np.nan if x is None else x for x in values]
+            known[scores["ids"]] = np.array(values, np.float32)  # NaN for None
 
 
 class Interrupt:
@@ -190,12 +191,10 @@ class EarlyStopping(Callback):
 
     def start(self, experiment: Experiment, start: int) -> None:
         score, better = experiment.headline
-        self._score, self._sign = f"val/{score}", 1 if better == "min" else -1
+        self.experiment, self._score = experiment, f"val/{score}"
+        self._sign = 1 if better == "min" else -1
         if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
-            raise InputError(
-                "--patience needs --val_fraction and --eval_every above 0."
-            )
-        self.experiment = experiment
+            raise InputError("--patience needs --val_fraction and --eval_every.")
         for row in self.directory.rows("metrics.jsonl") if self.directory else ():
             if self._score in row and "loss" in row:
                 self._update(row[self._score])
@@ -252,9 +251,11 @@ class TensorBoard(Callback):
     def start(self, experiment: Experiment, start: int) -> None:
         import tensorboardX
 
-        folder, writes = str(self.directory.path), jax.process_index() == 0
-        options: dict[str, Any] = {"purge_step": start, "write_to_disk": writes}
-        self._writer = tensorboardX.SummaryWriter(folder, **options)
+        self._writer = tensorboardX.SummaryWriter(
+            str(self.directory.path),
+            purge_step=start,
+            write_to_disk=jax.process_index() == 0,
+        )
         self.close = self._writer.close
 
     def __call__(self, result: Result) -> None:
@@ -290,8 +291,6 @@ class ClientTable(Callback):
     def __call__(self, result: Result) -> None:
         if result.metrics is not None or jax.process_index():
             return
-        import pandas as pd
-
         run = results.load(self.directory.path)
         run.metrics.to_csv(run.path / "metrics.csv", index=False)
         rows = run.scores.assign(score=run.scores["point"] + "/" + run.scores["score"])

@@ -56,11 +56,11 @@ def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure
 def _styles(labels: Iterable[Any]) -> dict[Any, dict[str, Any]]:
     """Returns a colour and a line per label; Local is grey."""
     pairs = itertools.cycle(itertools.product(LINES, PALETTE))
-    styles = {}
-    for label in labels:
-        line, colour = ("-", "#999999") if label == "local" else next(pairs)
-        styles[label] = {"color": colour, "linestyle": line, "linewidth": 1.6}
-    return styles
+    chosen = {x: ("-", "#999999") if x == "local" else next(pairs) for x in labels}
+    return {
+        label: {"color": colour, "linestyle": line, "linewidth": 1.6}
+        for label, (line, colour) in chosen.items()
+    }
 
 
 def _line(axes: Any, x: Any, mean: Any, std: Any, score: str, **style: Any) -> None:
@@ -143,8 +143,8 @@ def clients(runs: Sequence[Run]) -> Figure:
             rows = np.array([scores[point].quantile(shares) for scores in of])
             rows = rows[:, :: 1 if better == "max" else -1]
             spread = rows.std(axis=0, ddof=min(1, len(rows) - 1))
-            x = 100 * shares
-            _line(axes, x, rows.mean(axis=0), spread, score, label=label, **style)
+            mean = rows.mean(axis=0)
+            _line(axes, 100 * shares, mean, spread, score, label=label, **style)
             axes.set(title=_TITLES[point], xlabel="clients from worst to best (%)")
     return _finish(figure, panels[0], f"test {score} of a client")
 
@@ -174,9 +174,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     same = [run for run in runs if run.headline[0] == score]
     table = results.frame(same)
     found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
-    if len(same) == 1:
-        return {"curves": of_run(same[0])} | found
-    return {"curves": curves(table, score)} | found
+    drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)
+    return {"curves": drawn} | found
 
 
 def main(argv: Sequence[str]) -> int:

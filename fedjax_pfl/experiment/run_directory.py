@@ -69,8 +69,8 @@ class RunDirectory:
     @property
     def summary(self) -> Row:
         """Returns the content of summary.json, without one an empty dict."""
-        exists = (self.path / "summary.json").is_file()
-        return self.read("summary.json") if exists else {}
+        known = (self.path / "summary.json").is_file()
+        return self.read("summary.json") if known else {}
 
     def lock(self) -> None:
         """Locks the directory; InputError if another process writes it."""
@@ -87,12 +87,10 @@ class RunDirectory:
 
     def check_free(self) -> None:
         """Raises InputError on process 0 unless a new run can begin here."""
-        if not self._writes:
-            return
-        if self.begun:
+        if self._writes and self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
-        found = {file.name for file in self.path.glob("*")}
-        if self.path.is_file() or found - _STARTED:
+        found = {file.name for file in self.path.glob("*")} - _STARTED
+        if self._writes and (found or self.path.is_file()):
             raise InputError(f"{self.path} is not an empty directory.")
 
     def open(self, experiment: Experiment) -> tuple[int, State | None]:
@@ -110,8 +108,8 @@ class RunDirectory:
         if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
-        more = {"moved": e.everybody.moved, "marks": e.marks}
-        more["unseen"] = e.unseen.ids.tolist() if e.unseen else []
+        away = e.unseen.ids.tolist() if e.unseen else []
+        more = {"moved": e.everybody.moved, "marks": e.marks, "unseen": away}
         self.write("partition.json", hashes | more)
         self.write("versions.json", now)
         if self._writes:
@@ -256,9 +254,8 @@ def _sized(tree: PyTree) -> PyTree:
 
 def versions() -> Row:
     """Returns software, options of JAX, device and revision, which decide last bits."""
-    folder = str(Path(fedjax_pfl.__file__).parent)
-    command = ["git", "-C", folder, "describe", "--always", "--dirty"]
-    git = ""
+    git, folder = "", Path(fedjax_pfl.__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     kind = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"

@@ -330,6 +330,5 @@ def closing(directory: RunDirectory) -> str:
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]
-    parts = [f"{title}: {costs.iloc[0][title]}" for title in kept]
-    more = f"All results: fedjax-pfl report {directory.path}"
-    return f"\n{shown}\n{'; '.join(parts)}\n{more}"
+    parts = "; ".join(f"{title}: {costs.iloc[0][title]}" for title in kept)
+    return f"\n{shown}\n{parts}\nAll results: fedjax-pfl report {directory.path}"
