@@ -173,7 +173,6 @@ class Checkpointer(Callback):
             status="complete" if last else "interrupted" if signal else "running",
             rounds=done,
             seconds=seconds | {"train": round(self._before + spent, 3)},
-            headline={"score": e.headline[0], "better": e.headline[1]},
             unseen_rounds=e.config.unseen_rounds,
             patience=e.config.patience,
             examples=e.examples,

@@ -95,9 +95,9 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
         words = values(["", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
         name = error.flagname
-        hyper = any(name in hyperparameters.of(f) for f in ALGORITHMS.values())
         hint = text.hint("flag", name, known)
-        hint = f" Did you mean --hparam={name}=VALUE?" if hyper else hint
+        if any(name in hyperparameters.of(factory) for factory in ALGORITHMS.values()):
+            hint = f" Did you mean --hparam={name}=VALUE?"
         raise InputError(f"Unknown flag --{name}.{hint} --help lists all.") from None
     except (flags.Error, ValueError) as error:
         several = " Lists of values are for `sweep`." if "," in str(error) else ""
@@ -173,12 +173,8 @@ def main(command: str | None = None) -> None:
         warnings.simplefilter("ignore")
     logging.set_verbosity(logging.WARNING)
     module, _, name = COMMANDS[command].partition(":")
-
-    def run() -> int:
-        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        return function(argv)
-
-    code = guarded(run)
+    function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    code = guarded(lambda: function(argv))
     if code == INTERRUPTED:  # JAX may crash at the exit of an interrupted compilation
         sys.stdout.flush()
         os._exit(code)

@@ -186,10 +186,9 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values["epochs" if by_steps else "steps"] = None
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
-    before = base.hparams if base and base.algo == algo else {}
-    if preset and not base:
-        before = preset.hparams.get(algo, {})
-    values["hparams"] = before | typed(find(algo), given.get("hparams", {}))
+    known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    own = typed(find(algo), given.get("hparams", {}))
+    values["hparams"] = known.get(algo, {}) | own
     return complete(Config(**values))
 
 
@@ -198,7 +197,7 @@ def _by_partition(
 ) -> dict[str, Any]:
     """Returns the settings that the partition decides."""
     file = spec.startswith("file:")
-    if not file and not user_code.named(spec):
+    if not (file or user_code.named(spec)):
         text.choose("partition", spec, PARTITIONS)
         missing = [name for name in BY_FILE if values.get(name, 0) is None]
         return {name: getattr(Config, name) for name in missing}
@@ -223,8 +222,7 @@ def complete(config: Config) -> Config:
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
     for name in ("optimizer", "server_optimizer"):
-        if getattr(config, name) is not None:
-            text.choose(name, getattr(config, name), OPTIMIZERS)
+        text.choose(name, getattr(config, name) or "sgd", OPTIMIZERS)
     if config.momentum and config.optimizer != "sgd":
         raise InputError("--momentum needs --optimizer=sgd.")
     if (config.server_optimizer is None) != (config.server_lr is None):
@@ -324,11 +322,10 @@ def changes(given: Mapping[str, Any]) -> list[str]:
 
 def run_name(given: Mapping[str, Any], config: Config, seed: str = "") -> str:
     """Returns ALGO-DATASET-PARTITION-seedK and the user's changes as a file name."""
-    parts = [given["preset"]] if given.get("preset") else []
-    parts += map(user_code.short, (config.algo, config.dataset, config.partition))
-    parts += [seed or f"seed{config.seed}"]
-    parts += [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
-    return file_name(parts)
+    preset = [given["preset"]] if given.get("preset") else []
+    names = map(user_code.short, (config.algo, config.dataset, config.partition))
+    own = [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
+    return file_name([*preset, *names, seed or f"seed{config.seed}", *own])
 
 
 def file_name(parts: list[str]) -> str:

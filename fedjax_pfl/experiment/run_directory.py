@@ -35,7 +35,13 @@ from fedjax_pfl.types import PyTree, State
 
 KEEP = 2  # checkpoints
 _ROWS = ("metrics.jsonl", "scores.jsonl")
-_STARTED = {"lock", "partition.npz", "partition.json", "versions.json"}
+_STARTED = {
+    "lock",
+    "partition.npz",
+    "partition.json",
+    "versions.json",
+    "summary.json",
+}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 _OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
@@ -114,6 +120,7 @@ class RunDirectory:
         self.write("versions.json", now)
         if self._writes:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
+        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
         self.write("config.json", vars(e.config))
         return 0, None
 

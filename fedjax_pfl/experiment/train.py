@@ -298,7 +298,9 @@ def complete(directory: RunDirectory, config: settings.Config) -> bool:
         return False
     if config.unseen and found["unseen_rounds"] != config.unseen_rounds:
         return False
-    return found["rounds"] >= config.rounds or found["patience"] == config.patience > 0
+    if found["rounds"] < directory.config.rounds:
+        return found["patience"] == config.patience
+    return found["rounds"] >= config.rounds
 
 
 def say(*messages: str) -> None:
