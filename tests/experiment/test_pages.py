@@ -34,6 +34,7 @@ def test_results_are_complete(file):
         assert 0 < table["share"] <= 1 and table["rounds"] > 0 and table["seeds"]
         for row in table["rows"]:
             assert row["method"] in ALGORITHMS and row["scores"]
+            assert "label" in row or row["method"] in generator.METHODS
             several = len(table["seeds"]) > 1
             for score in row["scores"].values():
                 assert several or score["std"] is None
