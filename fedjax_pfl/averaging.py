@@ -50,8 +50,13 @@ def params(variables: PyTree) -> PyTree:
 
 
 def predictor(model: Model, variables: PyTree) -> Predictor:
-    """The logits of a model with these variables."""
-    return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
+    """The logits of a model with these variables, as a partial of `logits`."""
+    return functools.partial(logits, model, variables)
+
+
+def logits(model: Model, variables: PyTree, x: Array, mask: Array) -> Array:
+    """Returns the logits [B, C] of a model, with the running statistics in use."""
+    return model.apply(variables, x, mask=mask, train=False)[0]
 
 
 def paired(model: Model, personal: PyTree, other: PyTree) -> Predictor:

@@ -18,7 +18,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Idle,
     Metrics,
     PyTree,
     State,
@@ -144,21 +143,10 @@ def mnfl(
     def sent(state, cohort, metrics):
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
-    what = (
-        "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. "
-        "--hparam=lam=N (N clients)"
-    )
-    idle = Idle(
-        "coefficients",
-        1 / n,
-        min(1e-3, 0.1 / n),
-        f"{what} and a larger coef_lr make the coefficients move.",
-    )
     return Algorithm(
         init,
         round,
         predict,
         evaluation.classification,
         sent,
-        idle=() if n == 1 else (idle,),
     )

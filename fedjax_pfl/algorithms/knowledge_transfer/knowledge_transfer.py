@@ -9,7 +9,7 @@ are, and of which MNFL is a variant.
 
 import functools
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
-    Idle,
     Metrics,
     Own,
     State,
@@ -177,27 +176,13 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         "its clients learn from each other's predictions within a round, of which the "
         "server keeps none"
     )
-    what = (
-        "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N "
-        "clients) and a larger "
-    )
-    idle = Idle(
-        "coefficients",
-        rule.start or 0,
-        min(1e-3, 0.1 / n),
-        f"{what}coef_lr or coef_steps make them move.",
-    )
-    options: dict[str, Any] = {
-        "no_unseen": alone,
-        "idle": () if rule.start is None or n == 1 else (idle,),
-    }
     return Algorithm(
         init,
         round,
         predict,
         evaluation.classification,
         sent,
-        **options,
+        no_unseen=alone,
     )
 
 
