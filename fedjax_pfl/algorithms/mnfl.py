@@ -29,8 +29,8 @@ EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
 
 def mix(row: Array, models: PyTree) -> PyTree:
-    """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the
-    models."""
+    """Computes sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types
+    of the models."""
     return optax.tree.cast_like(
         jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models),
         models,
@@ -38,8 +38,8 @@ def mix(row: Array, models: PyTree) -> PyTree:
 
 
 def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
-    """The gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with respect to the
-    row."""
+    """Returns the gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with
+    respect to the row."""
     residual = jax.tree.map(jnp.subtract, mix(row, models), w)
 
     def products(m, r):

@@ -82,7 +82,7 @@ TRANSFER = keys.Client.TRANSFER
 
 
 def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
-    """The round that the methods of this family share, which differ in their
+    """Returns the round that the methods of this family share, which differ in their
     coefficients (KT-pFL, Algorithm 1).
 
     Private training, predictions, their mixture, training on it; with order=code the
