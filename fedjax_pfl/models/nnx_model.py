@@ -47,8 +47,9 @@ def network(
       A Network; its variables are nested dicts with string keys.
 
     Raises:
-      InputError: the module keeps state other than parameters and running statistics,
-        or has a batch norm that is not `layers.BatchNorm` or does not get `mask`.
+      InputError: the module keeps state other than parameters, running statistics,
+        random streams and caches, which each call makes anew, or has a batch norm that
+        is not `layers.BatchNorm` or does not get `mask`.
     """
     _check_options(bn_stats, conv, compute_dtype)
 
@@ -215,7 +216,9 @@ def _apply(
     template: nnx.Module, conv: str, dtype: str
 ) -> Callable[..., tuple[Any, PyTree]]:
     """A module as a function of (parameters, statistics, x, mask, train, key)."""
-    graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
+    graph, param_state, stat_state, other = nnx.split(  # type: ignore[misc]  # its results are of unknown number
+        template, nnx.Param, nnx.BatchStat, ...
+    )
     accepted = set(inspect.signature(template.__call__).parameters) & {
         "mask",
         "train",
@@ -238,7 +241,12 @@ def _apply(
                 a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
             )
             params, x = jax.tree.map(lower, (params, x))
-        module = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, stats))
+        filled = (_fill(param_state, params), _fill(stat_state, stats))
+        module = nnx.merge(graph, *filled, _renewed(other, key))
+        if train:
+            module.train()
+        else:
+            module.eval()
         with layers.convolution(conv), layers.padded(mask):
             out = module(x, **{name: kwargs[name] for name in accepted})
         if dtype != "float32":
@@ -249,11 +257,13 @@ def _apply(
 
 
 def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
-    graph, state = nnx.split(template, nnx.Param)
+    graph, state, other = nnx.split(template, nnx.Param, ...)  # type: ignore[misc]
 
     def head(variables: PyTree, h: Array) -> Array:
+        module = nnx.merge(graph, _fill(state, variables), _renewed(other, None))
+        module.eval()
         with layers.convolution(conv):
-            return nnx.merge(graph, _fill(state, variables))(h)
+            return module(h)
 
     return head
 
@@ -307,6 +317,22 @@ def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     flat = nnx.to_flat_state(template)
     return nnx.from_flat_state(
         [(path, variable.replace(values[_named(path)])) for path, variable in flat]
+    )
+
+
+def _renewed(template: nnx.State[Any, Any], key: Array | None) -> nnx.State[Any, Any]:
+    """The state of a call that is not kept: random streams of `key`, empty caches."""
+    key = jax.random.key(0) if key is None else key
+
+    def value(i: int, variable: nnx.Variable[Any]) -> Array:
+        if isinstance(variable, nnx.RngKey):
+            return jax.random.fold_in(key, i)
+        like = variable.get_value()
+        return jnp.zeros(like.shape, like.dtype)
+
+    flat = list(nnx.to_flat_state(template))
+    return nnx.from_flat_state(
+        [(path, x.replace(value(i, x))) for i, (path, x) in enumerate(flat)]
     )
 
 
@@ -403,13 +429,15 @@ def _check_variables(module: nnx.Module, *parts: str) -> None:
                     f"{full} must not be an array. Make constants in `__call__`."
                 )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if isinstance(variable, nnx.RngState | nnx.Cache):  # renewed at each call
+            continue
         known = isinstance(variable, nnx.Param | nnx.BatchStat)
         if not known or (parts and path[0] not in parts):
             where = f" of {' or '.join(parts)}" if parts else ""
             raise InputError(
                 f"{type(module).__name__}.{'.'.join(map(str, path))} must be a "
                 f"parameter or a running statistic{where}, got "
-                f"{type(variable).__name__}. Dropout takes `rngs` when called."
+                f"{type(variable).__name__}. Make it an nnx.Param or nnx.BatchStat."
             )
 
 
@@ -435,7 +463,11 @@ def _check_call(module: nnx.Module) -> None:
     """Raises InputError for batch norm or dropout in a module whose `__call__` does not
     take their arguments."""
     taken = set(inspect.signature(module.__call__).parameters)
-    held = [part for _, part in nnx.iter_modules(module) if getattr(part, "rate", 1)]
+    held = [
+        part
+        for _, part in nnx.iter_modules(module)
+        if getattr(part, "rate", 1) and getattr(part, "rngs", None) is None
+    ]
     for kind, (layer, needed) in _NEEDS.items():
         if any(isinstance(part, layer) for part in held) and not taken.issuperset(
             needed
