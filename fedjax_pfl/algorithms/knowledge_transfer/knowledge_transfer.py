@@ -81,7 +81,7 @@ TRANSFER = keys.Client.TRANSFER
 
 
 def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
-    """The round that the methods of this family share, which differ in their
+    """Returns the round that the methods of this family share, which differ in their
     coefficients (KT-pFL, Algorithm 1).
 
     Private training, predictions, their mixture, training on it; with order=code the
@@ -217,10 +217,9 @@ def mnfl_het(
       the paper's Eq. 7 to first order and is stable for every rho.
 
       At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
-      by a client's share of all examples, so that this is FedMD, and a run that ends so
-      says it. lam=N takes the share away (experiments/README.md, "MNFL's
-      coefficients"). As in FedMD `pre` scores the model after its local training and
-      the public examples: to be compared with FedAvg's `post`.
+      by a client's share of all examples: this is FedMD then, of which a run warns.
+      lam=N takes the share away. As in FedMD `pre` scores the model after its local
+      training and the public examples: to be compared with FedAvg's `post`.
     """
 
     mean = 1 / task.num_clients
