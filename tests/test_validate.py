@@ -24,7 +24,6 @@ from fedjax_pfl.types import Model, State, Subset
 NAN, INF = float("nan"), float("inf")
 PARTS = ("train", "val", "test")
 KEYS = jax.random.split(jax.random.key(0), 2)
-SCHEDULE = "let its peak be 1 and scale by it, optax.chain"
 
 
 @functools.cache

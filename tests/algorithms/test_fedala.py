@@ -15,7 +15,6 @@ from fedjax_pfl import keys, losses, trees
 from fedjax_pfl.algorithms import fedala as factory
 from fedjax_pfl.algorithms.fedala import Patience, blend, learn, subset
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(0)
@@ -352,33 +351,3 @@ def test_a_round_without_examples_keeps_the_server():
     assert_same(after.server, before.server)
     assert_same(after.clients["weights"], before.clients["weights"])
     assert not metrics.clients["ala_epochs"].any() and after.clients["first"].all()
-
-
-# the contract has a round with local statistics, and the reductions have others
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")]
-)
-def test_batch_norm(blended, bn_stats):
-    got = toy.train(
-        factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, blended=blended
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"percent": 101.0},
-        {"lr_weights": -1.0},
-        {"blended": "body"},
-        {"window": 0},
-        {"threshold": -0.1},
-        {"cap": 0},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

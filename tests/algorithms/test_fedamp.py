@@ -20,7 +20,6 @@ from fedjax_pfl.algorithms.fedamp import (
     square_distances,
 )
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -368,21 +367,3 @@ def test_batch_norm(bn_stats):
         jax.tree.map(lambda a, b: np.stack([a, b]), one.last, two.last),
     )
     assert "stats" not in two.state.server["w"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *(
-            {"alpha": 0.0},
-            {"sigma": 0.0},
-            {"lam": -1.0},
-            {"xi_min": 1.5},
-            {"xi_self": -0.1},
-        ),
-        {"attention": "softmax"},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(toy.task(), **wrong)

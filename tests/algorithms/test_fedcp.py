@@ -613,22 +613,6 @@ def test_an_ablation_trains(without):
 # --- bad input
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lam": -1.0},
-        {"depth": 5},
-        {"policy": "hard"},
-        {"gh": "no"},
-        {"norm": "x"},
-        {"activation": "x"},
-    ],
-)
-def test_bad_options(options):
-    with pytest.raises(InputError, match=next(iter(options))):
-        factory(TASK, **options)
-
-
 def test_a_head_that_is_not_linear_is_refused():
     model = TASK.model._replace(
         init=lambda key: {"body": {}, "head": {"w": jnp.zeros(3)}, "stats": {}}

@@ -12,8 +12,7 @@ import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import models, trees
-from fedjax_pfl.algorithms import feddf, pfeddf
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.algorithms import feddf
 from fedjax_pfl.models import nets
 
 KEY, MLP = jax.random.key(0), toy.task()
@@ -164,20 +163,6 @@ def test_an_absent_architecture_learns_from_the_others():
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 
 
-@pytest.mark.slow  # without distillation it is FedAvg with batch norm, too
-@pytest.mark.parametrize("bn_stats", ["aggregate", toy.slow("local")])
-def test_batch_norm(bn_stats):
-    task = toy.task("norm", bn_stats=bn_stats)
-    got = toy.train("feddf", task, rounds=2)
-    assert all(
-        np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss))
-    )
-    assert bool(jax.tree.leaves(got.state.clients)) == (bn_stats == "local")
-    np.testing.assert_array_equal(
-        got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108
-    )
-
-
 @pytest.mark.slow
 def test_the_rate_decays_over_the_steps_that_are_taken(monkeypatch):
     seen, schedule = [], optax.cosine_decay_schedule
@@ -191,26 +176,6 @@ def test_the_rate_decays_over_the_steps_that_are_taken(monkeypatch):
     toy.train(functools.partial(feddf), MLP, rounds=1, **options)
     steps = 4 * toy.PUBLIC
     assert np.isclose(max(seen), (steps - 1) / steps)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"passes": -1},
-        {"clip": 0.0},
-        {"student_optimizer": "lamb"},
-        {"student_lr": -1.0},
-    ],
-)
-def test_bad_input(wrong):
-    for factory in (feddf, pfeddf):
-        with pytest.raises(InputError):
-            factory(MLP, **wrong)
-
-
-def test_without_public_examples_it_is_one_sentence():
-    with pytest.raises(InputError, match="needs public examples: give --public"):
-        feddf(MLP._replace(public=None))
 
 
 @pytest.mark.slow  # that of one architecture is above

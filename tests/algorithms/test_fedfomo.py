@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same, each_bn_stats
+from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedfomo as factory
@@ -327,22 +327,6 @@ def test_the_mixture_is_scored_before_and_the_model_after_training():
     _, trained = round_of(store(W))
     assert_same(trained.post["mixed_acc"], still.post["mixed_acc"])
     assert np.any(np.asarray(trained.post["acc"]) != np.asarray(still.post["acc"]))
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), key=KEY)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"received": 0}, {"val": 1.5}, {"epsilon": -0.1}, {"epsilon_decay": -1.0}]
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):

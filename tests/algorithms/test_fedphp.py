@@ -17,7 +17,6 @@ from fedjax_pfl.algorithms import fedphp as factory
 from fedjax_pfl.algorithms.fedphp import momentum, transfer_loss
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
 # the package has the factory of that name
@@ -269,29 +268,6 @@ def test_both_models_are_scored():
     )
     for i in range(2):
         assert_close(np.asarray(got)[..., i], expected[i])
-
-
-# the contract has a round with local statistics, and the average's are below
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "regularizer, bn_stats", [("kd", "local"), ("mmd", "aggregate"), ("mmd", "batch")]
-)
-def test_batch_norm(regularizer, bn_stats):
-    task = toy.task("norm", bn_stats=bn_stats)
-    got = toy.train(factory, task, 2, key=KEY, regularizer=regularizer)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    own = jax.tree.leaves(state.clients["own"])
-    assert bool(own) == (bn_stats == "local")
-    # all began alike: each has seen its own batches since
-    assert all((x[0] != x[1]).any() for x in own)
-    assert bool(jax.tree.leaves(state.clients["h"]["stats"])) == (bn_stats != "batch")
-
-
-@pytest.mark.parametrize("wrong", [{"lam": 1.5}, {"mu0": -0.1}, {"regularizer": "l2"}])
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 @pytest.mark.slow

@@ -7,12 +7,11 @@ import optax
 import oracle
 import pytest
 import toy
-from toy import C, assert_close, assert_same, each_bn_stats
+from toy import C, assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import fedavg, fedrod as factory
 from fedjax_pfl.algorithms.fedrod import personal_loss
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -163,16 +162,3 @@ def test_the_heads_have_optimizers_of_their_own():
         toy.train(fedavg, CLIP, 2, KEY),
     )
     assert_close(own.state.server, plain.state.server)
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-def test_bad_input():
-    with pytest.raises(InputError, match="gamma"):
-        factory(TASK, gamma=-1.0)

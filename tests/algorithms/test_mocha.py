@@ -343,12 +343,6 @@ def test_inputs_may_be_prepared_to_another_length():
     )
 
 
-@pytest.mark.parametrize("wrong", [{"lam": 0.0}, {"frac": 0.0}, {"relate_every": 0}])
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(REST, **wrong)
-
-
 @pytest.mark.parametrize("frac", ["0.1", "0.3", "0.5", "0.6", "1.2"])
 def test_a_share_that_is_no_binary_fraction_is_not_rounded_up_twice(frac):
     sizes = np.arange(2001)

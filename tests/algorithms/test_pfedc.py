@@ -619,15 +619,6 @@ def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     assert_same(state, everybody.state)
 
 
-@pytest.mark.slow  # the contract has a round of Privacy-pFedC like it
-def test_stale_heads_with_moments_of_their_own():
-    got = train(2, toy.task("norm", bn_stats="local", epochs=1), **STALE)
-    toy.assert_finite((got.state, got.metrics.loss, got.outputs()))
-    assert jax.tree.leaves(got.state.clients["own"]) and not jax.tree.leaves(
-        got.state.server["stats"]
-    )
-
-
 # --- scores
 
 

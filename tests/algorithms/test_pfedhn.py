@@ -358,30 +358,6 @@ NORMED = {
 }
 
 
-# the contract has a round with local statistics, and others are below
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode, bn_stats",
-    [
-        ("sequential", "aggregate"),
-        ("batched", "aggregate"),
-        ("sequential", "local"),
-        ("batched", "batch"),
-    ],
-)
-def test_batch_norm(mode, bn_stats):
-    # the same in both modes
-    begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin
-    got = toy.train(
-        factory, NORMED[bn_stats], rounds=5, begin=begin, mode=mode, **SMALL
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
-    assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
-    assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
-
-
 @pytest.mark.slow
 def test_running_statistics_are_a_mean_by_examples():
     """Of those that each client has after a round alone."""
@@ -416,19 +392,3 @@ def test_a_hypernetwork_that_is_too_large_is_refused():
         match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456",
     ):
         factory(TASK, hidden=10_000)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"mode": "random"},
-        {"hidden": 0},
-        {"momentum": 1.5},
-        {"clip": 0.0},
-        {"inner_steps": -1},
-        {"decay": -1.0},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

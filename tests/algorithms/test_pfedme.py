@@ -12,7 +12,6 @@ from toy import assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import pfedme as factory
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Model
 
 KEY = jax.random.key(0)
@@ -143,27 +142,6 @@ def test_theta_is_a_model_of_its_own():
     assert not np.array_equal(metrics.post["acc"][-1], last["global_acc"])
     # theta is kept until the next round
     assert_same(metrics.post["acc_present"][-1], last["acc_present"])
-
-
-@pytest.mark.slow  # the contract has a round with local statistics
-@pytest.mark.parametrize("bn_stats", ["local", "aggregate", "batch"])
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    own = jax.tree.leaves(state.clients["own"])
-    assert bool(own) == (bn_stats == "local")
-    # all began alike: each has seen its own batches since
-    assert all((x[0] != x[1]).any() for x in own)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"inner_steps": -1}, {"lam": -1.0}, {"beta": -0.1}, {"inner_lr": float("nan")}],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 @pytest.mark.slow  # two compilations
