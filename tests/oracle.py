@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from fedjax_pfl import keys, local_training, trees
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.types import State
+from fedjax_pfl import keys, local_training
 
 
 def variables(w) -> list[np.ndarray]:
@@ -113,13 +111,7 @@ def run(factory, task, **hparams):
 
     @jax.jit
     def step(key, state, active):
-        cohort = Cohort(
-            f, task, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1
-        )
-        new, metrics = algorithm.round(key, state, cohort)
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, active)
-        ), metrics
+        return toy.one_round(algorithm, state, toy.cohort(task, ids, active, f, key))
 
     states, rounds, reports = (
         [algorithm.init(jax.random.key(0))],

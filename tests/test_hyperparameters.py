@@ -211,23 +211,16 @@ def test_a_partial_factory_is_read_and_named_as_its_function():
     }
 
 
-def test_a_hyperparameter_without_a_default_is_refused():
-    def factory(task, *, mu: float):
-        raise AssertionError("not to be called")
-
-    with pytest.raises(
-        InputError, match="hyperparameter `mu` must be keyword-only with a"
-    ):
-        simulate.hyperparameters(factory)
+def positional(task, mu: float = 0.1):
+    raise AssertionError("not to be called")
 
 
-def test_an_argument_before_the_star_is_no_hyperparameter():
-    def factory(task, mu: float = 0.1):
-        raise AssertionError("not to be called")
+def required(task, *, mu: float):
+    raise AssertionError("not to be called")
 
-    for check in (hyperparameters.check, typed):
-        with pytest.raises(
-            InputError,
-            match="hyperparameter `mu` must be keyword-only",
-        ):
-            check(factory, {"mu": "0.2"})
+
+@pytest.mark.parametrize("factory", [positional, required])
+@pytest.mark.parametrize("check", [hyperparameters.check, typed])
+def test_a_hyperparameter_needs_a_keyword_and_a_default(factory, check):
+    with pytest.raises(InputError, match="`mu` must be keyword-only"):
+        check(factory, {"mu": "0.2"})

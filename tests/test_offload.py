@@ -11,7 +11,6 @@ from toy import N, assert_same
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import distributed, host_state
-from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
 
@@ -100,11 +99,3 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     assert places and all(
         x.devices() == {jax.local_devices(backend="cpu")[0]} for x in places
     )
-
-
-def test_everybody_in_the_round_is_one_sentence():
-    task = toy.method_task("ditto")
-    with pytest.raises(
-        InputError, match="client_memory=host needs participation below 1"
-    ):
-        host_state.program(ALGORITHMS["ditto"], task)

@@ -15,7 +15,6 @@ from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import averaging, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(5)
@@ -332,17 +331,7 @@ TRAFFIC = {
 def test_traffic_with_batch_norm(method, bn_stats):
     task = toy.task("norm", bn_stats=("aggregate", "local")[bn_stats])
     algorithm = ALGORITHMS[method](task)
-    ids = jnp.array([0, 1])  # two classes each
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(
-        toy.federation(),
-        task,
-        ids,
-        jnp.array([True, False]),
-        key=KEY,
-        width=1,
-        **nothing,
-    )
+    cohort = toy.cohort(task, [0, 1], [True, False])  # two classes each
     sent = toy.sent(algorithm, cohort)
     np.testing.assert_array_equal(sent.down, [TRAFFIC[method][bn_stats], 0])
     np.testing.assert_array_equal(sent.up, sent.down)

@@ -888,13 +888,6 @@ def test_a_single_participation_and_the_name_of_a_method_are_accepted():
     assert make_program(hparams={"lam": 2}).traced["lam"] == 2.0
 
 
-@pytest.mark.slow  # other tests of rounds see it
-def test_what_is_right_is_not_refused():
-    results = run(rounds=1)
-    assert [r.round for r in results] == [0, 1]
-    assert run(rounds=1, start=1, state=results[-1].state)[0].round == 1
-
-
 @pytest.mark.slow  # one operation after another
 def test_without_compilation_it_is_the_same_run():
     program = simulate.program(

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from fedjax_pfl import models, simulate, testing, traffic
+from fedjax_pfl import models, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
@@ -164,9 +164,25 @@ def fitted(method: str, net: str, **options: Any) -> Task:
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given
 
 
+def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
+    """Returns the cohort of a first round; `more` are other fields of Cohort."""
+    ids = jnp.asarray(ids, jnp.int32)
+    here = jnp.broadcast_to(active, ids.shape)
+    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1} | more
+    key = jax.random.key(0) if key is None else key
+    return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
+
+
+def one_round(algorithm: Algorithm, state: State, cohort: Cohort):
+    """Returns the state of all clients and the metrics after a round of a cohort."""
+    rows = State(state.server, trees.gather(state.clients, cohort.ids))
+    new, metrics = algorithm.round(cohort.key, rows, cohort)
+    at = cohort.ids, new.clients, cohort.active
+    return State(new.server, trees.scatter(state.clients, *at)), metrics
+
+
 def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
-    """What a round of this cohort sends by the shapes of its uploads, which tracing it
-    tells; nothing is computed."""
+    """Returns what a round of this cohort sends, by the shapes of its uploads."""
 
     def trace(key) -> State:
         state = algorithm.init(key)

@@ -11,10 +11,9 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import keys, losses, trees
+from fedjax_pfl import keys, losses
 from fedjax_pfl.algorithms import fedala as factory
 from fedjax_pfl.algorithms.fedala import Patience, blend, learn, subset
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(0)
@@ -171,14 +170,8 @@ def compiled(net, blended, window):
             **static,
             **{k: numbers[k] for k in numbers if k != "lr"},
         )
-        rows = State(state.server, trees.gather(state.clients, ids))
-        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(
-            KEY, rows, Cohort(federation, task, ids, ids >= 0, width=1, **now)
-        )
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids >= 0)
-        ), metrics
+        here = toy.cohort(task, ids, True, federation, KEY, evaluated=jnp.bool(True))
+        return toy.one_round(algorithm, state, here)
 
     return factory(task, **static).init, run
 
@@ -314,8 +307,7 @@ def test_a_prediction_is_made_by_the_model_that_training_starts_from():
     start = differing()
     # so that the round scores what it would train from
     (_, state), _ = rounds([range(N)], start=start, lr=0.0)
-    now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(F, TASK, jnp.arange(N), jnp.ones(N, bool), width=1, **now)
+    cohort = toy.cohort(TASK, range(N), True, F, KEY)
     predict = lambda c, mine: factory(TASK).predict(start.server, mine, c)(
         F.examples.x[:7], jnp.ones(7, bool)
     )

@@ -10,7 +10,6 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
-from fedjax_pfl import trees
 from fedjax_pfl.algorithms import fedamp as factory
 from fedjax_pfl.algorithms.fedamp import (
     amp_weights,
@@ -19,7 +18,6 @@ from fedjax_pfl.algorithms.fedamp import (
     mixtures,
     square_distances,
 )
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -196,14 +194,9 @@ def compiled(net, width, attention):
 
     @jax.jit
     def run(state, federation, ids, active):
-        rows = State(state.server, trees.gather(state.clients, ids))
-        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(
-            KEY, rows, Cohort(federation, task, ids, active, width=width, **now)
-        )
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, active)
-        ), metrics
+        more = {"evaluated": jnp.bool(True), "width": width}
+        here = toy.cohort(task, ids, active, federation, KEY, **more)
+        return toy.one_round(algorithm, state, here)
 
     return run
 

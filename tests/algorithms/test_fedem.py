@@ -13,7 +13,6 @@ from toy import SIZES, N, assert_close, assert_same
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedem as factory
 from fedjax_pfl.algorithms.fedem import e_step, mixture, responsibilities
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Data, State
 
 KEY = jax.random.key(0)
@@ -38,18 +37,8 @@ def compiled(net):
 
     @jax.jit
     def run(state, federation, ids):
-        rows = State(state.server, trees.gather(state.clients, ids))
-        here = {
-            "key": KEY,
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-        }
-        cohort = Cohort(federation, task, ids, ids < N, **here)
-        new, metrics = factory(task).round(KEY, rows, cohort)
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
-        ), metrics
+        here = toy.cohort(task, ids, ids < N, federation, KEY)
+        return toy.one_round(factory(task), state, here)
 
     return run
 
@@ -227,10 +216,9 @@ def test_the_prediction_mixes_probabilities():
 
 def test_refitting_finds_the_weights_of_a_client_that_never_trained():
     pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
 
     def outputs(refit):
-        cohort = Cohort(F, TASK, ids, ids >= 0, **here)
+        cohort = toy.cohort(TASK, ids, True, F, KEY)
         predict = factory(TASK, refit=refit).predict
         client = lambda c, row: predict(THETA, row, c)(
             jnp.asarray(X), jnp.ones(7, bool)

@@ -14,7 +14,6 @@ from toy import SIZES, N, assert_close, assert_same
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Metrics, State, Subset
 
@@ -50,10 +49,8 @@ def store(models):
 @jax.jit
 def step(state, federation, ids, lr, evaluated):
     rows = State(state.server, trees.gather(state.clients, ids))
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": evaluated, "width": 1}
-    return factory(TASK._replace(lr=lr)).round(
-        KEY, rows, Cohort(federation, TASK, ids, ids < N, **here)
-    )
+    here = toy.cohort(TASK, ids, ids < N, federation, KEY, evaluated=evaluated)
+    return factory(TASK._replace(lr=lr)).round(KEY, rows, here)
 
 
 def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):

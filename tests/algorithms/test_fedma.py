@@ -17,7 +17,6 @@ from toy import SIZES, C, assert_close, assert_same
 from fedjax_pfl import local_training, models, simulate, trees
 from fedjax_pfl.algorithms import fedma as factory
 from fedjax_pfl.algorithms.fedma import matching
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, registry, resnet
 from fedjax_pfl.types import State
@@ -101,15 +100,7 @@ def shuffled(variables, seed):
 
 
 def cohort_of(task, active=ACTIVE):
-    given = {
-        "key": KEY,
-        "round": jnp.int32(0),
-        "evaluated": jnp.bool(False),
-        "width": 1,
-    }
-    return Cohort(
-        toy.federation(), task, jnp.asarray(IDS), jnp.asarray(active), **given
-    )
+    return toy.cohort(task, IDS, active, key=KEY)
 
 
 @functools.cache

@@ -12,11 +12,10 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import simulate, trees
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import fedphp as factory
 from fedjax_pfl.algorithms.fedphp import momentum, transfer_loss
 from fedjax_pfl.engine import unseen
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Batch, State
 
 # the package has the factory of that name
@@ -128,15 +127,9 @@ def compiled(regularizer):
 
     @jax.jit
     def run(state, federation, ids, numbers):
-        rows = State(state.server, trees.gather(state.clients, ids))
-        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(federation, task, ids, ids < N, width=1, **now)
-        new, _ = factory(task, regularizer=regularizer, **numbers).round(
-            KEY, rows, cohort
-        )
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
-        )
+        algorithm = factory(task, regularizer=regularizer, **numbers)
+        here = toy.cohort(task, ids, ids < N, federation, KEY)
+        return toy.one_round(algorithm, state, here)[0]
 
     return jax.device_get(factory(task).init(KEY)), run
 

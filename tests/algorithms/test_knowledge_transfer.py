@@ -15,7 +15,6 @@ from fedjax_pfl import aggregate, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS, public_data
 from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, mixtures
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import Client, Data, Examples, State
@@ -394,15 +393,7 @@ def test_only_the_block_of_the_cohort_moves():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given
-        )
+        cohort = toy.cohort(MLP, ids, active, key=jax.random.key(1))
         method = kt.mnfl_het(MLP, coef_lr=100.0, rho=0.0)
         start = State({"coefficients": a}, clients)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -555,15 +546,7 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given
-        )
+        cohort = toy.cohort(task, ids, key=jax.random.key(1))
         start = State({"coefficients": a}, clients)
         method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]

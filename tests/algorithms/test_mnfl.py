@@ -14,7 +14,6 @@ from toy import SIZES, N, assert_close, assert_same
 from fedjax_pfl import local_training, losses, simulate, trees
 from fedjax_pfl.algorithms import mnfl as factory
 from fedjax_pfl.algorithms.mnfl import descend, gradient, mix
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -59,8 +58,7 @@ def unflat(v):
 
 
 def cohort_of(ids, active, task=TASK):
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(toy.federation(), task, ids, active, key=KEY, width=1, **nothing)
+    return toy.cohort(task, ids, active, key=KEY)
 
 
 @functools.cache

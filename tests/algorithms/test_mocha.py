@@ -317,9 +317,7 @@ def test_two_classes_are_predicted_by_a_sign():
 
 
 def test_two_class_clients_send_one_column():
-    ids = jnp.arange(3)
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(PAIRS_FEDERATION, PAIRS, ids, ids < 2, key=KEY, width=1, **nothing)
+    cohort = toy.cohort(PAIRS, range(3), [True, True, False], PAIRS_FEDERATION)
     sent = factory(PAIRS).traffic(None, cohort, {})
     np.testing.assert_array_equal([sent.down, sent.up], [[9, 9, 0], [7, 7, 0]])
 

@@ -15,7 +15,6 @@ from fedjax_pfl import evaluation, losses, simulate, testing
 from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.algorithms.pfedc import class_groups, task_maps
 from fedjax_pfl.algorithms.pfedc.class_groups import branch_loss, gram, min_norm_weights
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, Client, State
 
@@ -469,19 +468,7 @@ def test_of_tasks_of_one_class_all_heads_are_the_same():
     "head, per_task", [("group_softmax", 2), ("group_reject", 3), ("group_binary", 1)]
 )
 def test_traffic_counts_the_logits_of_held_tasks(head, per_task):
-    given = {
-        "round": jnp.int32(0),
-        "evaluated": jnp.bool(False),
-        "key": KEY,
-        "width": 1,
-    }
-    cohort = Cohort(
-        toy.federation(),
-        TASK,
-        jnp.array([0, 1, 2]),
-        jnp.array([True, True, False]),
-        **given,
-    )
+    cohort = toy.cohort(TASK, range(3), [True, True, False])
     for comm, held in (("sparse", np.array([1, 2, 0])), ("full", np.array([2, 2, 0]))):
         algorithm = factory(TASK, tasks="consecutive:2", head=head, comm=comm)
         shapes = jax.eval_shape(algorithm.init, KEY)
@@ -843,13 +830,6 @@ def test_weights_lie_where_a_sample_counts():
         np.testing.assert_allclose(
             got["weight_on_one_class"], alpha[[1, 3]].sum() / alpha.sum(), rtol=1e-6
         )
-
-
-@pytest.mark.slow  # a compilation for a metric; the traffic counts them, too
-def test_the_tasks_that_a_client_holds_are_counted():
-    metrics = train(1, **PAIRS).metrics
-    expected = [len({c // 2 for c in toy.OWN[i]}) for i in metrics.ids[0]]
-    np.testing.assert_array_equal(metrics.clients["tasks"][0], expected)
 
 
 @pytest.mark.slow

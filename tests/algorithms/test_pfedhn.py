@@ -14,7 +14,6 @@ from toy import N, assert_close, assert_same
 from fedjax_pfl import local_training, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
 from fedjax_pfl.algorithms.pfedhn import generate
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
@@ -34,10 +33,7 @@ DEFAULTS = simulate.hyperparameters(factory) | SMALL | {"inner_steps": 3}
 
 
 def cohort_of(ids, active=True, federation=None, key=KEY):
-    f = toy.federation() if federation is None else federation
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    active = jnp.broadcast_to(active, ids.shape)
-    return Cohort(f, TASK, ids, active, key=key, width=1, **nothing)
+    return toy.cohort(TASK, ids, active, federation, key)
 
 
 @functools.cache
@@ -361,13 +357,11 @@ NORMED = {
 @pytest.mark.slow
 def test_running_statistics_are_a_mean_by_examples():
     """Of those that each client has after a round alone."""
-    task, ids, f = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32), toy.federation()
+    task, ids = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32)
     algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
+    cohort = lambda active: toy.cohort(task, ids, active, key=KEY)
     run = jax.jit(
-        lambda state, active: (
-            algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server
-        )
+        lambda state, active: algorithm.round(KEY, state, cohort(active))[0].server
     )
     state = algorithm.init(KEY)
     alone = [run(state, ids == i)["stats"] for i in range(N)]
