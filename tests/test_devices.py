@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import N, assert_close, assert_same
+from toy import N, assert_close
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -155,7 +155,7 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
 
 
 # models kept by the server, and public data; Ditto, with state on the clients, is in
-# test_hosts.py
+# test_offload.py
 QUICK = {"mnfl_het"}
 ON_EIGHT = [
     (method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6))
@@ -173,24 +173,6 @@ def test_every_method_on_eight_devices(method, participation):
     assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
     for a, b in zip(together, alone, strict=True):
         assert_close(a.pre, b.pre, 1e-5)
-
-
-@pytest.mark.slow  # test_offload.py has a state that goes on over two devices
-def test_a_state_may_move_to_another_number_of_devices():
-    program, results = run("ditto", 3, (0.6, 0.6), rounds=2)
-    rest = on_host(program, results[-1].state)  # through the host, as a checkpoint does
-    assert jax.tree.leaves(rest.clients)[0].shape[0] == N
-    assert_same(on_host(program, jax.jit(program.place)(rest)), rest)
-    other, whole = run("ditto", 2, (0.6, 0.6), rounds=3)
-    *_, last = simulate.rounds(
-        other,
-        KEY,
-        toy.federation(),
-        rounds=3,
-        start=2,
-        state=jax.jit(other.place)(rest),
-    )
-    assert_close(on_host(other, last.state), on_host(other, whole[-1].state), 1e-5)
 
 
 @pytest.mark.slow  # compiles a whole run for one device and for three

@@ -374,18 +374,6 @@ def test_a_prior_draw_leaves_the_encoder_of_c_out():
         )
 
 
-@pytest.mark.slow  # the contract predicts with FedDVA
-def test_outputs_are_deterministic_and_carry_logits():
-    variables, b = dva_phases.init(NETS, jax.random.key(0)), batch()
-    out = dva_phases.outputs(NETS, variables, b.x, b.mask)
-    assert out["logits"].shape == (6, 3) and out["elbo"].shape == (6,)
-    # rows do not mix
-    close(dva_phases.outputs(NETS, variables, b.x[:2])["elbo"], out["elbo"][:2], 1e-4)
-    assert "logits" not in dva_phases.outputs(
-        PLAIN, dva_phases.init(PLAIN, jax.random.key(0)), b.x
-    )
-
-
 BAD = {"mode": "papr", "head": "own", "regulariser": "max", "reconstruction": "mse"}
 
 

@@ -14,12 +14,12 @@ from flax import nnx
 
 from fedjax_pfl import models, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
 from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
 from fedjax_pfl.types import (
     Algorithm,
-    Cohort,
     Federation,
     Metrics,
     Model,

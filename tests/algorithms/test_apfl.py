@@ -89,18 +89,6 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["v"], i), own[i])
 
 
-@pytest.mark.slow  # as the rounds by hand
-def test_the_weight_takes_one_step_a_round():
-    tasks = [
-        toy.task("linear", batch_size=1, **work)
-        for work in ({"epochs": 3}, {"epochs": None, "steps": 1})
-    ]
-    many, one = (
-        train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks
-    )
-    assert_close(many, one)
-
-
 def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
     got = train(rounds=3, lr_alpha=1000.0)
     alpha = got.metrics.clients["alpha"]

@@ -315,17 +315,6 @@ def test_order_and_width_do_not_matter_where_models_mix():
     assert_close(shorter, state)
 
 
-@pytest.mark.slow  # as the contract's rule `absent`
-def test_absent_models_stay_bit_for_bit():
-    ids, active = COHORTS[1]
-    (before, after), _ = rounds([(ids, active)], "norm")
-    absent = ~np.isin(range(N), ids[active])
-    assert_same(
-        toy.rows(after.server["w"], absent), toy.rows(before.server["w"], absent)
-    )
-    assert_same(toy.rows(after.clients, absent), toy.rows(before.clients, absent))
-
-
 def test_a_round_without_examples_keeps_the_server():
     nothing = F._replace(train=F.train._replace(size=np.zeros(N, np.int32)))
     start = far_apart()

@@ -15,7 +15,7 @@ from fedjax_pfl import models, trees
 from fedjax_pfl.algorithms import feddf
 from fedjax_pfl.models import nets
 
-KEY, MLP = jax.random.key(0), toy.task()
+MLP = toy.task()
 
 
 def net(hidden):
@@ -88,34 +88,6 @@ def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
             got.metrics.server["distillation_loss"], value, rtol=1e-4
         )
     assert value > 1e-3
-
-
-@pytest.mark.slow  # the weights are FedAvg's: above
-def test_more_examples_of_everybody_weigh_the_same():
-    f = toy.federation()
-    index = np.tile(np.asarray(f.train.index), 2)
-    for i, n in enumerate(SIZES):
-        index[i, n : 2 * n] = index[i, :n]
-    twice = f._replace(
-        train=f.train._replace(index=jnp.asarray(index), size=2 * f.train.size)
-    )
-    # all of them are one batch, whose mean loss is the same
-    task = toy.task(batch_size=64)
-    got, other = (
-        toy.train("feddf", task, federation_=each, rounds=2) for each in (f, twice)
-    )
-    assert_close(other.state.server, got.state.server, 1e-5)
-
-
-@pytest.mark.slow  # four methods; the tuning is FedAvg's, see test_reductions.py
-def test_fine_tuning():
-    """By no epochs it is FedDF, and without distillation FedAvg, fine-tuned."""
-    got = toy.train("feddf", MLP, rounds=2)
-    assert_same(toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=0).last, got.last)
-    tuned = toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=3, passes=0)
-    plain = toy.train("fedavg_ft", MLP, rounds=2, fine_tune_epochs=3)
-    assert_same(tuned.state, plain.state)
-    assert_same(tuned.last, plain.last)
 
 
 def test_each_architecture_has_a_student():
@@ -196,17 +168,6 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
     np.testing.assert_allclose(
         got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4
     )
-
-
-@pytest.mark.slow  # as FedAvg's, see test_reductions.py
-def test_fine_tuning_takes_its_own_epochs():
-    """Many of them, at a rate at which the task's two hardly move."""
-    slow = toy.task(lr=0.001)
-    many, two = (
-        toy.train("pfeddf", slow, rounds=1, fine_tune_epochs=n).last
-        for n in (300, None)
-    )
-    assert np.mean(many["acc_present"]) > np.mean(two["acc_present"]) + 0.1
 
 
 @pytest.mark.slow  # three runs; clients do so in test_knowledge_transfer.py

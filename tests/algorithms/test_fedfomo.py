@@ -275,17 +275,6 @@ def test_exploration_and_ties_are_random():
     np.testing.assert_allclose(explored, 0.42 / 3 + 0.09 * 2 / 4, atol=0.06)
 
 
-@pytest.mark.slow  # by how much is below
-def test_epsilon_shrinks_from_round_to_round():
-    run = lambda **hparams: toy.train(
-        factory, TASK, 4, key=KEY, received=2, **hparams
-    ).state.server["affinity"]
-    # in round 0 nothing is sent
-    shrunk, greedy = run(epsilon=1.0, epsilon_decay=1.0), run(epsilon=0.0)
-    assert_same(shrunk, greedy)
-    assert np.any(np.asarray(greedy) != np.asarray(run(epsilon=1.0, epsilon_decay=0.0)))
-
-
 def test_absent_clients_are_not_candidates_until_they_upload():
     begin = factory(TASK).init(KEY)
     state, metrics = round_of(begin, ids=[3, 1])

@@ -242,27 +242,6 @@ def test_without_examples_nothing_is_inherited():
     )
 
 
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_both_models_are_scored():
-    state, metrics, last = toy.train(factory, TASK, key=KEY, mu0=1.0)
-    # h_i is kept until the next round
-    assert_same(metrics.post["acc"][-1], last["acc"])
-    # w_i is not
-    assert not np.array_equal(metrics.post["global_acc"][-1], last["global_acc"])
-    program, x, model = (
-        toy.program(factory, TASK, {"mu0": 1.0}),
-        F.examples.x[:7],
-        TASK.model,
-    )
-    predict = lambda state: program.predict(KEY, program.traced, F, state, 0, 1, x)
-    both = lambda h, w: (model.apply(h, x)[0], model.apply(w, x)[0])
-    got, expected = jax.jit(lambda s, h: (predict(s), both(h, s.server)))(
-        state, toy.rows(state.clients["h"], 1)
-    )
-    for i in range(2):
-        assert_close(np.asarray(got)[..., i], expected[i])
-
-
 @pytest.mark.slow
 def test_the_average_has_the_batch_norm_of_the_model_too():
     """With mu0 = 0 it is the trained model, which the server has, too, where nobody
@@ -336,9 +315,3 @@ def test_unseen_clients_follow_the_schedule_of_those_who_train(monkeypatch):
     server = jax.eval_shape(factory(given).init, jax.random.key(0)).server
     jax.eval_shape(run, jax.random.key(0), few, server, jnp.int32(0))
     assert seen and np.allclose(seen, 10)
-
-
-@pytest.mark.slow  # as with drop_last: above
-def test_a_client_that_takes_no_step_inherits_nothing():
-    got = toy.train(factory, toy.task(epochs=0), 1)
-    np.testing.assert_array_equal(got.state.clients["count"], 0)

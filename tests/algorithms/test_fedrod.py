@@ -132,27 +132,6 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(head["bias"], own[i][1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow  # as the rounds by hand
-def test_the_personal_head_starts_as_the_generic_one():
-    run = toy.train(factory, CLIP, 2, KEY)
-    state, after = run.begin, run.state
-    for i in range(toy.N):
-        assert_same(toy.rows(state.clients["head"], i), state.server["head"])
-    heads = zip(
-        *(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True
-    )
-    assert (
-        sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
-    )
-    assert run.last.keys() == {
-        "acc",
-        "acc_present",
-        "acc_majority",
-        "global_acc",
-        "global_acc_present",
-    }
-
-
 @pytest.mark.slow
 def test_the_heads_have_optimizers_of_their_own():
     """Clipping by the global norm would otherwise let the personal gradient shrink the

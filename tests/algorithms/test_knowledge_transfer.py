@@ -20,8 +20,6 @@ from fedjax_pfl.models import nets
 from fedjax_pfl.types import Client, Data, Examples, State
 
 MLP = toy.task()
-# one step on all of a client's examples: their order does not matter
-ONE = toy.task(batch_size=32, epochs=1)
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
 GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
 
@@ -187,21 +185,6 @@ def test_public_examples_are_drawn_without_replacement_in_every_round():
     np.testing.assert_array_equal(
         public_data.draw(jax.random.key(0), MLP, 3000), np.arange(PUBLIC)
     )
-
-
-@pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
-def test_every_round_has_other_public_examples(monkeypatch):
-    seen, subset = set(), public_data.subset
-
-    def noted(pool, index, wanted):
-        jax.debug.callback(lambda rows: seen.add(tuple(rows.tolist())), index)
-        return subset(pool, index, wanted)
-
-    monkeypatch.setattr(public_data, "subset", noted)
-    # compiled anew
-    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)
-    jax.effects_barrier()
-    assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
 
 
 @pytest.mark.slow  # a client that hears itself only is local, too: below
@@ -405,27 +388,6 @@ def test_only_the_block_of_the_cohort_moves():
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.slow  # the plain loops know whose a coefficient is
-def test_permuted_clients_permute_the_coefficients():
-    order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
-    moved = f._replace(
-        **{
-            name: jax.tree.map(lambda x: x[order], getattr(f, name))
-            for name in ("train", "test")
-        }
-    )
-    moved = moved._replace(class_counts=f.class_counts[order])
-    got, other = (
-        toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved)
-    )
-    a, b = (x.metrics.server["coefficients"] for x in (got, other))
-    np.testing.assert_allclose(b, a[:, order][:, :, order], atol=1e-5)
-    np.testing.assert_allclose(
-        other.metrics.post["acc"], got.metrics.post["acc"][:, order]
-    )
-    assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
-
-
 def trees_differ(a, b):
     return any(
         np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
@@ -438,20 +400,6 @@ def net(hidden):
         SHAPE,
         C,
     )
-
-
-@pytest.mark.slow  # as the contract's rule `grouping`
-def test_architectures_of_one_model_are_one():
-    """Grouping does not matter."""
-    two = toy.task(
-        models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32)
-    )
-    got, other = (toy.train("mnfl_het", task, coef_lr=1.0) for task in (MLP, two))
-    assert_close(other.metrics.server, got.metrics.server, 1e-5)
-    assert_close(
-        other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5
-    )
-    assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
 
 
 @pytest.mark.slow  # eight rounds

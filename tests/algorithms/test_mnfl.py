@@ -227,9 +227,3 @@ def test_no_step_of_equal_models_moves_nothing():
     np.testing.assert_allclose(
         slope(server["coefficients"][0], w, copies()), 0, atol=1e-6
     )
-
-
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_a_client_is_scored_with_the_model_it_trained():
-    _, metrics, last = toy.train(factory, TASK, rounds=2)
-    assert_close(toy.rows(metrics.post, -1), last)

@@ -21,7 +21,6 @@ from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import Batch, State
 
 TASK = toy.task()
-TWINS = toy.task(shared=TASK.model)  # the small model is the own one
 RNG = np.random.default_rng(0)
 ONE = Batch(np.zeros((1, 1)), np.array([0]), np.array([True]), np.array([0]))
 OWN, SMALL = (
@@ -75,18 +74,6 @@ def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
     slope = jax.grad(lambda z: divergence(Z[1], z, BATCH.mask))(Z[0])
     expected = (jax.nn.softmax(Z[0]) - jax.nn.softmax(Z[1])) * BATCH.mask[:, None] / 5
     assert_close(slope, expected)
-
-
-@pytest.mark.slow  # as the rounds by hand
-def test_fml_twins_stay_twins_and_follow_the_labels():
-    got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
-    assert_close(
-        jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]),
-        got.state.server,
-        1e-5,
-    )
-    half = toy.train("local", toy.task(lr=0.05), 1)  # half the gradient
-    assert_close(got.state.clients["w"], half.state.clients, 1e-5)
 
 
 def test_fml_by_hand():
@@ -399,17 +386,6 @@ def test_scores_of_an_ensemble_and_its_parts():
         assert_same(again["acc"], got.last[name])
 
 
-@pytest.mark.slow  # the clipping itself is above
-def test_fml_clips_the_gradient_of_each_model():
-    one = toy.task(epochs=None, steps=1)
-    got = toy.train("fml", one, 1, clip=0.01)
-    for i in range(N):
-        moved = trees.sq_dist(
-            *(toy.rows(state.clients["w"], i) for state in (got.state, got.begin))
-        )
-        np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
-
-
 @pytest.mark.slow
 def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
     seen, whole = set(), mutual.compress
@@ -423,40 +399,6 @@ def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
     toy.train(method, toy.task(rounds=4), 5, svd=True, energy_start=0.5, energy_end=0.9)
     jax.effects_barrier()
     assert seen == {0.6, 0.7, 0.8, 0.9}  # the fifth round is beyond the task's
-
-
-@pytest.mark.slow  # what can be sent is above
-def test_fedkd_with_svd_counts_what_each_sends():
-    wide = toy.task(
-        shared=toy.models.model(
-            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
-        )
-    )
-    m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
-    np.testing.assert_array_equal(m.traffic.up, m.clients["scalars_up"])
-    np.testing.assert_array_equal(
-        m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1)
-    )
-    assert np.any(m.traffic.up != m.traffic.down)
-
-
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_the_weight_that_was_learned_is_scored(monkeypatch):
-    """With the averaged small model."""
-    monkeypatch.setattr(
-        mutual.evaluate,
-        "post",
-        lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]},
-    )
-    # compiled anew
-    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)
-    small = TASK.shared.apply(got.state.server, X)[0][0, 0]
-    for i, z in zip(got.metrics.ids[0], got.metrics.post["acc"][0], strict=True):
-        own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
-        np.testing.assert_allclose(
-            z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5
-        )
-    assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1
 
 
 def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
