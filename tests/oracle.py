@@ -111,7 +111,9 @@ def run(factory, task, **hparams):
 
     @jax.jit
     def step(key, state, active):
-        return toy.one_round(algorithm, state, toy.cohort(task, ids, active, f, key))
+        return toy.one_round(
+            algorithm, key, state, toy.cohort(task, ids, active, f, key)
+        )
 
     states, rounds, reports = (
         [algorithm.init(jax.random.key(0))],

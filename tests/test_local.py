@@ -167,7 +167,7 @@ def test_a_split_that_nobody_has():
         )
         return seen, count
 
-    assert cohort.federation.val.index.shape == (toy.N, 0)
+    assert toy.federation().val.index.shape == (toy.N, 0)
     np.testing.assert_array_equal(cohort.map(client), np.zeros((2, 2)))
 
 

@@ -173,10 +173,10 @@ def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
     return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
 
 
-def one_round(algorithm: Algorithm, state: State, cohort: Cohort):
+def one_round(algorithm: Algorithm, key, state: State, cohort: Cohort):
     """Returns the state of all clients and the metrics after a round of a cohort."""
     rows = State(state.server, trees.gather(state.clients, cohort.ids))
-    new, metrics = algorithm.round(cohort.key, rows, cohort)
+    new, metrics = algorithm.round(key, rows, cohort)
     at = cohort.ids, new.clients, cohort.active
     return State(new.server, trees.scatter(state.clients, *at)), metrics
 

@@ -171,7 +171,7 @@ def compiled(net, blended, window):
             **{k: numbers[k] for k in numbers if k != "lr"},
         )
         here = toy.cohort(task, ids, True, federation, KEY, evaluated=jnp.bool(True))
-        return toy.one_round(algorithm, state, here)
+        return toy.one_round(algorithm, KEY, state, here)
 
     return factory(task, **static).init, run
 

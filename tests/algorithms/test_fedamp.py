@@ -196,7 +196,7 @@ def compiled(net, width, attention):
     def run(state, federation, ids, active):
         more = {"evaluated": jnp.bool(True), "width": width}
         here = toy.cohort(task, ids, active, federation, KEY, **more)
-        return toy.one_round(algorithm, state, here)
+        return toy.one_round(algorithm, KEY, state, here)
 
     return run
 

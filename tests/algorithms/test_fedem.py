@@ -38,7 +38,7 @@ def compiled(net):
     @jax.jit
     def run(state, federation, ids):
         here = toy.cohort(task, ids, ids < N, federation, KEY)
-        return toy.one_round(factory(task), state, here)
+        return toy.one_round(factory(task), KEY, state, here)
 
     return run
 

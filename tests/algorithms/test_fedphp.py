@@ -129,7 +129,7 @@ def compiled(regularizer):
     def run(state, federation, ids, numbers):
         algorithm = factory(task, regularizer=regularizer, **numbers)
         here = toy.cohort(task, ids, ids < N, federation, KEY)
-        return toy.one_round(algorithm, state, here)[0]
+        return toy.one_round(algorithm, KEY, state, here)[0]
 
     return jax.device_get(factory(task).init(KEY)), run
 
