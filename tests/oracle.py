@@ -101,8 +101,8 @@ ROUNDS = [[0, 1, 2, 3, 4], [1, 3, 4]]  # who takes part
 
 
 def run(factory, task, **hparams):
-    """What the program makes of ROUNDS: their keys, the states before, between and
-    after them, and their metrics."""
+    """Runs ROUNDS: returns their keys, the states before and after each, and their
+    metrics."""
     algorithm, f, ids = (
         factory(task, **hparams),
         federation(),

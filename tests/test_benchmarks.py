@@ -1,5 +1,4 @@
-"""What the benchmarks compare with is the same work, and what they say of it is
-true."""
+"""Tests of the benchmarks: both sides do the same work, which is counted."""
 
 import types
 from functools import partial

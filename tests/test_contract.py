@@ -1,5 +1,5 @@
-"""What every method must hold, over every entry of ALGORITHMS: the rules of
-fedjax_pfl.testing, and recorded numbers.
+"""The contract of every method in ALGORITHMS: the rules of fedjax_pfl.testing, and
+recorded numbers.
 
 One compiled round a method serves most rows, because cohort, state, learning rate and
 round are its arguments.
@@ -278,7 +278,7 @@ def test_pfedhns_client_is_scored_as_trained_from_what_it_received(method):
 
 @each
 def test_a_client_without_training_examples_is_as_one_that_takes_no_part(method):
-    """What it uploads is what it received, which would hold the others' mean back."""
+    """The upload of such a client would be the model that it received."""
     check_without_examples(subject(method))
 
 

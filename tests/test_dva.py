@@ -37,7 +37,7 @@ def close(a, b, tolerance=1e-5):
 
 
 def log_density(q, row, points):
-    """Of the points [n, d] under one example's Gaussian, [n]."""
+    """Returns the log density [n] of points [n, d] under one example's Gaussian."""
     q = jax.device_get(q)
     return norm.logpdf(points, q.mean[row], np.exp(q.log_var[row] / 2)).sum(axis=1)
 

@@ -197,8 +197,7 @@ def test_max_pool_equals_reduce_window(shape):
 
 
 def test_where_values_tie_the_first_gets_the_gradient():
-    """As in PyTorch; equal pixels are common, a digit's background is all of one
-    value."""
+    """PyTorch does the same. Equal pixels are common in a digit's background."""
     gradient = jax.jit(jax.grad(lambda x: layers.max_pool(x).sum()))(
         np.zeros((1, 4, 4, 1), np.float32)
     )

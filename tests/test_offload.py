@@ -76,7 +76,7 @@ def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_state_wherever_it_was():
-    """As a resume with another --client_memory does."""
+    """A resume with another --client_memory does the same."""
     for program, from_other in zip(programs(2), reversed(both(2)), strict=True):
         again = run(program, start=2, state=program.place(from_other[1].state))
         assert_same(again[-1].state, both(2)[0][-1].state)

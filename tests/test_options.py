@@ -104,8 +104,8 @@ def task_of(method, name=""):
 
 
 class Traced:
-    """What a method with these options computes in a round, in the beginning and in an
-    evaluation; each is traced when it is asked for."""
+    """The programs of a method with these options: `init`, a round and an evaluation,
+    each traced on demand."""
 
     def __init__(self, method, options, task):
         self.program = toy.program(toy.METHODS[method], task, options)
@@ -237,7 +237,7 @@ def test_no_option_that_others_have_not_is_without_effect(method):
 
 @pytest.mark.slow  # traces options of FedKD, which are slow
 def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
-    """So that what is compared shows it."""
+    """The comparison sees options without effect."""
     cases = Cases("fedkd")
     assert (
         cases.of({}).unused() == ["energy_end", "energy_start"]

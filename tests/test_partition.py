@@ -660,7 +660,7 @@ def test_rows_of_clients_may_come_from_generators():
 
 
 def test_label_groups_have_pfllibs_holders_and_parts():
-    """Of 7 clients with 2 of 4 classes each, the first ceil(3.5); parts from a tenth of
+    """With 7 clients and 2 of 4 classes each, the first ceil(3.5) hold a class; parts from a tenth of
     the mean on."""
     made = [
         partitioners.label_groups(np.random.default_rng(s), np.full(4, 1000), 7, 2, 40)
@@ -719,7 +719,7 @@ def test_apportion_rounds_the_edges():
 
 
 def test_equal_seeds_are_equal_partitions_on_every_machine():
-    """As recorded: what NumPy draws is part of every result."""
+    """The draws of NumPy are part of every result."""
     y = np.arange(400) % 10
     data = datasets.Dataset(
         "y", np.zeros((400, 1), np.float32), y, 400, 10, lambda x: x

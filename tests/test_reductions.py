@@ -353,7 +353,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
 def test_the_server_receives_the_running_statistics_that_local_training_has_seen(
     method, hparams
 ):
-    """Of a round in which one client has examples: they are those of training alone."""
+    """With one client that trains, the server has this client's statistics."""
     f = toy.federation()
     one = f._replace(
         train=f.train._replace(size=jnp.where(jnp.arange(toy.N) == 1, f.train.size, 0))

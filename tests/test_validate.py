@@ -1,5 +1,4 @@
-"""What a program hands to the library: every wrong call is one sentence, before
-anything is compiled."""
+"""Tests of wrong calls: each raises one sentence before anything is compiled."""
 
 import functools
 

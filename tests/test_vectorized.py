@@ -152,7 +152,7 @@ def centred(mean):
 
 @pytest.mark.parametrize("make", [centred])
 def test_programs_that_differ_in_what_their_parts_do_not_show_are_refused(make):
-    """As a whole they are compared, too."""
+    """Programs are compared as a whole, too."""
     f = toy.federation()
     same, other = (toy.program("fedavg", make(x)) for x in (0.1, 0.5))
     again = toy.program("fedavg", make(0.1))

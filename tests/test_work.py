@@ -1,4 +1,4 @@
-"""What a method's local work costs, counted in its trace."""
+"""Tests of the operations of a method's local work, counted in its trace."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
 
 
 def counted(method, *, epochs=2, round=1, **hparams):
-    """Of a step that the settings ask for."""
+    """Returns the operations of one step of the settings."""
     task = toy.method_task(method)._replace(epochs=epochs, public_classes=3)
     return flops.flops_of_step(
         toy.METHODS[method], task, toy.federation(), hparams, round=round

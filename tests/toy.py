@@ -225,7 +225,7 @@ class Trained:
         return self._steps["evaluate"](*self._args, self.state, jnp.int32(self.rounds))
 
     def outputs(self, examples: int = 4, client: int = 1):
-        """What a client predicts after the last round for the first examples."""
+        """Returns a client's predictions after the last round for the first examples."""
         x = self._args[2].examples.x[:examples]
         return self._steps["predict"](
             *self._args, self.state, jnp.int32(self.rounds), client, x

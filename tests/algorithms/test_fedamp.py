@@ -216,7 +216,7 @@ def rounds(cohorts, net="mlp", start=None, federation=F, width=1, attention="amp
 
 
 def gradient(w, i):
-    """Of client i's mean cross entropy in float64; w is (kernel, bias)."""
+    """Returns the gradient of client i's mean cross entropy in float64; w is (kernel, bias)."""
     rows = np.asarray(F.train.index[i])[: SIZES[i]]
     x, y = np.asarray(F.examples.x, np.float64)[rows], np.asarray(F.examples.y)[rows]
     z = x @ w[0] + w[1]

@@ -42,7 +42,7 @@ X = normal(0, 6, *toy.SHAPE)
 
 
 def sq_dist(a, b):
-    """As trees.sq_dist, on the host."""
+    """Computes trees.sq_dist on the host."""
     return sum(
         np.sum((np.asarray(x) - np.asarray(y)) ** 2)
         for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
@@ -155,7 +155,7 @@ def test_gumbel_noise_belongs_to_its_key():
 
 
 def test_both_extractors_drop_the_same_features():
-    """So that where they are equal their distance is 0."""
+    """The distance of equal extractors is 0."""
     task = toy.task("dropout")
     w = factory(task).init(KEY).server
     frozen = Frozen(w["body"], w["head"], client_vector(w["head"]))

@@ -84,7 +84,7 @@ def held_out(i):
 
 
 def gradient(kernel, bias, x, y):
-    """Of the mean cross entropy of a linear model, in NumPy."""
+    """Returns the gradient of a linear model's mean cross entropy, in NumPy."""
     z = x @ kernel + bias
     p = np.exp(z - z.max(1, keepdims=True))
     error = (p / p.sum(1, keepdims=True) - np.eye(toy.C)[y]) / len(y)

@@ -456,8 +456,7 @@ def test_two_rounds_by_hand():
 
 @pytest.mark.slow
 def test_uniform_weights_are_a_plain_mean_of_the_classifiers():
-    """Of clients with 12, 7 and 19 examples of other classes; by class it is another
-    one."""
+    """The clients have 12, 7 and 19 examples of different classes."""
     alone = {"matching": "identity", "retrain_epochs": 0}
     before, after = round_of(narrow_task, weights="uniform", **alone)
     f, w = jax.device_get(toy.federation()), flat(before.server)
@@ -516,7 +515,7 @@ def test_batch_norm(bn_stats):
 
 @pytest.mark.slow  # which rows those are, and how BBP shrinks rows, is beside
 def test_bbp_shrinks_the_rows_of_a_residual_network():
-    """Of copies that do not train, and nothing else."""
+    """The clients are copies that do not train."""
     options = (*STILL, ("net", one_stage))
     before, after = round_of(
         conv_task, options=options, matching="bbp", mu0_bias=0.0, retrain_epochs=0

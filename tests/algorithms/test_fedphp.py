@@ -274,7 +274,7 @@ def test_who_takes_no_step_inherits_nothing():
 
 
 def expectations(monkeypatch):
-    """What the rounds of a program expect a client's participations to be."""
+    """Returns the expected number of a client's participations."""
     seen = []
     monkeypatch.setattr(
         php,
@@ -291,7 +291,7 @@ def expectations(monkeypatch):
     [(0.05, 1 / 5), (0.39, 1 / 5), ((0.3, 0.9), 2.5 / 5), (1.0, 1.0)],
 )
 def test_expected_are_the_clients_that_are_drawn(participation, share, monkeypatch):
-    """Of five clients 0.05 and 0.39 are one each."""
+    """0.05 and 0.39 of five clients are one client each."""
     seen = expectations(monkeypatch)
     simulate.program(
         "fedphp", toy.task(rounds=50)._replace(participation=participation)

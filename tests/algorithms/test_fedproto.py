@@ -53,7 +53,7 @@ def test_without_pull_it_is_local():
 
 @pytest.mark.parametrize("net", ["mlp", toy.slow("norm")])
 def test_prototypes_are_means_over_clients_of_means_over_examples(net):
-    """Of features as in a prediction, normalised by running statistics."""
+    """Returns means of features, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
     state = toy.train("fedproto", task, 1).state
     means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]

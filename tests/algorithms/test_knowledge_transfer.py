@@ -25,8 +25,7 @@ GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
 
 
 def asked(outputs, student, row=None, here=None):
-    """What student number `student` of clients with these predictions [S, D, C] asks
-    its rule."""
+    """Returns the question of student number `student`, for predictions [S, D, C]."""
     s = len(outputs)
     here = np.ones(s, bool) if here is None else np.asarray(here)
     given = Predictions(

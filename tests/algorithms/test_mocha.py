@@ -177,7 +177,7 @@ def test_identical_tasks_are_found_to_be_one():
 
 
 def test_relations_are_learned_in_every_tenth_of_the_rounds():
-    """Of 20: after every second."""
+    """A tenth of 20 rounds is every second round."""
     first, second, third, fourth = (
         state.server["sigma"] for state in states("rest", 4, relate_every=None)
     )

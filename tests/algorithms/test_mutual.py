@@ -334,8 +334,7 @@ def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_sma
 
 
 def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
-    """Of the last half of a client's examples, which the models do not see; here they
-    are one batch."""
+    """The weight is learned on the last half of the examples, here one batch."""
     f = jax.device_get(toy.federation())
     run = lambda f: (
         toy.train("fedapen", TASK, 1, federation_=f, held_out=0.5, lam_lr=0.05).state
@@ -412,7 +411,7 @@ def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
 
 
 def test_twins_draw_dropout_of_their_own():
-    """So that they are apart after a round, unlike twins without any."""
+    """Twins with dropout differ after a round."""
 
     task = toy.task("dropout")
     state = toy.train("fml", task._replace(shared=task.model), 1).state

@@ -50,7 +50,7 @@ SLOPE = jax.jit(jax.grad(lambda w, batch: LOSS(w, batch, KEY)[0]))
 
 
 def sq_dist(a, b):
-    """As trees.sq_dist, on the host."""
+    """Computes trees.sq_dist on the host."""
     return sum(
         np.sum((np.asarray(x) - np.asarray(y)) ** 2)
         for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)

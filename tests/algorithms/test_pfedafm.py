@@ -295,7 +295,7 @@ def test_a_frozen_extractor_is_as_in_a_prediction():
 
 
 def test_the_extractors_draw_dropout_of_their_own():
-    """So that equal ones trained end to end have other features, which alpha mixes."""
+    """Equal extractors with different dropout have different features."""
     model = toy.task("dropout").model
     w, x = model.init(KEY), toy.federation().examples.x[:8]
     stats = {"w": w["stats"], "theta": w["stats"]}

@@ -283,7 +283,7 @@ def gradient(
     task_loss="class",
     scale="mean_one",
 ):
-    """Of the tasks of one class each."""
+    """Returns the gradient for tasks of one class each."""
     return slope(weighting, scale, head_grad, task_loss=task_loss)(w, batch, active)
 
 
@@ -610,7 +610,7 @@ def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
 
 
 def scores(b, z, y, mask, counts):
-    """Of a client with these counts of its classes: {name: mean}."""
+    """Returns the scores {name: mean} of a client with these class counts."""
     c = Client(*[None] * 6, counts, None, None)
 
     @jax.jit
@@ -787,7 +787,7 @@ def test_orthogonal_gradients_weigh_by_their_norms_and_losses():
 
 
 def test_scores_of_a_client_that_holds_a_part_of_a_group():
-    """Of {0, 2} it has class 0 only, and more of class 3."""
+    """The client has class 0 of {0, 2}, and more of class 3."""
     rng, counts = np.random.default_rng(1), np.array([3, 0, 0, 5])
     z, y = rng.normal(size=(40, C)), rng.integers(0, C, 40)
     got = scores(MIXED, z, y, np.ones(40, bool), counts)
@@ -818,7 +818,7 @@ def test_a_task_is_not_answered_by_nan():
 
 
 def test_weights_lie_where_a_sample_counts():
-    """As shares, whatever they sum to."""
+    """The weights are shares, whatever they sum to."""
     y, mask = np.array([0, 1, 2]), np.array([True, True, False])
     for alpha in (np.array([0.1, 0.2, 0.3, 0.4]), np.ones(C)):
         got = class_groups.weight_shares(

@@ -98,7 +98,7 @@ def order_of(ids, key):
 
 @functools.partial(jax.jit, static_argnums=1)
 def mean_gradient(h, i):
-    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
+    """Returns the gradient of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
     autodiff through everything."""
     f = toy.federation()
     row = f.train.index[i][: toy.SIZES[i]]
@@ -356,7 +356,7 @@ NORMED = {
 
 @pytest.mark.slow
 def test_running_statistics_are_a_mean_by_examples():
-    """Of those that each client has after a round alone."""
+    """The mean is over the statistics of each client alone."""
     task, ids = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32)
     algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
     cohort = lambda active: toy.cohort(task, ids, active, key=KEY)

@@ -31,7 +31,7 @@ def round_of(task, ids, **hparams):
 
 
 def gradient(w, i):
-    """Of client i's mean loss over all its examples at w, of a linear model."""
+    """Returns the gradient of a linear model's mean loss over client i's examples."""
     f = toy.federation()
     x, y = toy.rows(f.examples, f.train.index[i][: toy.SIZES[i]])
     x, head = x.astype(np.float64), w["head"]
@@ -124,7 +124,7 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
 
 @pytest.mark.slow  # two compilations
 def test_every_inner_step_draws_dropout_of_its_own(monkeypatch):
-    """Of a loss n b, where n is drawn: without a proximal term a step is -n."""
+    """The loss is n b with a random n: without a proximal term a step is -n."""
     drawn = lambda model: (
         lambda w, batch, key: (
             jax.random.normal(key) * w["head"]["bias"].sum(),

@@ -19,7 +19,7 @@ LONG = toy.task("linear", batch_size=10, drop_last=True)
 
 
 def gradient(i, w):
-    """Of client i's mean loss over all its examples at w, of a linear model."""
+    """Returns the gradient of a linear model's mean loss over client i's examples."""
     f = toy.federation()
     x, y = (
         np.asarray(a, np.float64)
