@@ -78,26 +78,15 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
 }
-# Of the rules that compile a round of their own, the methods that are not slow: one of
-# each way to train and average.
+# Rules that trace or compile another round are slow, but for one method of each way to
+# train and average. All other rules share the compiled round of `subject`.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
     "layout": COMMON,
-    "bn_stats": (*COMMON, "fedrod", "ditto"),
+    "bn_stats": COMMON,
     "grouping": ("fedproto", "mnfl_het"),
-    "dtype": (
-        *COMMON,
-        "fedfomo",
-        "pfedhn",
-        "mocha",
-        "fedma",
-        "fedproto",
-        "fedkd",
-        "feddf",
-        "fedem",
-        "feddva",
-    ),
-    "architectures": ("lg_fedavg", "fedproto", "fml", "mnfl_het", "feddf", "pfedafm"),
+    "dtype": (*COMMON, "fedfomo", "fedkd"),
+    "several_architectures": ("lg_fedavg", "fedproto", "mnfl_het"),
     "float32": (*COMMON, "fedfomo", "fedkd"),
 }
 # have networks of their own, or refuse that of the rule bn_stats
@@ -133,7 +122,7 @@ def clip_and_add_noise(options, key, upload, default):
 
 
 def applies(method, rule):
-    if rule in ("grouping", "architectures"):
+    if rule in ("grouping", "several_architectures"):
         return not toy.METHODS[method](toy.method_task(method)).one_architecture
     return rule != "bn_stats" or method not in PARTICULAR
 

@@ -61,6 +61,7 @@ def test_program_says_what_its_layout_means():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.slow  # compiles a round and its derivative for one device and for several
 def test_the_derivative_along_a_learning_rate_is_that_of_one_device():
     f, key, found = toy.federation(), jax.random.key(0), []
     for devices in (1, 2):
@@ -154,17 +155,10 @@ def test_a_run_over_devices_is_the_run_on_one(devices, participation):
             assert_close(a.metrics, b.metrics, 1e-5)
 
 
-# models kept by the server, and public data; Ditto, with state on the clients, is in
-# test_offload.py
-QUICK = {"mnfl_het"}
-ON_EIGHT = [
-    (method, (0.6, 0.6)) if method in QUICK else toy.slow(method, (0.6, 0.6))
-    for method in sorted(ALGORITHMS)
-]
-ON_EIGHT += [toy.slow(method, (1, 1)) for method in sorted(ALGORITHMS)]
-
-
-@pytest.mark.parametrize("method, participation", ON_EIGHT)
+# the contract has a round of five methods on two devices in the quick suite
+@pytest.mark.slow
+@pytest.mark.parametrize("participation", [(0.6, 0.6), (1, 1)])
+@pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_every_method_on_eight_devices(method, participation):
     """A sample; with everybody the contract has every method's round on two of them."""
     (_, alone), (many, together) = (

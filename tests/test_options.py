@@ -54,28 +54,8 @@ NONE = {
     ("mocha", "relate_every"): lambda task: max(1, task.rounds // 10),
     ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
 }
-# Methods with many options of another one's, which are the same code: theirs are slow.
-LIKE = {
-    **dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"),
-    "pfeddf": "feddf",
-}
-LIKE |= {"pfedma": "fedma", "privacy_pfedc": "pfedc"}
-# Their options are many, or their rounds take long to trace: they are slow, too.
-MANY = (
-    "pfedc",
-    "fedcp",
-    "fedmd",
-    "pfedhn",
-    "feddf",
-    "fedma",
-    "mnfl",
-    "fedkd",
-    "per_fedavg",
-    "lg_fedavg",
-    "fedala",
-)
-MANY += ("fedem", "fedbabu", "pfedafm", "fedavg_ft")
-SLOW = ("feddva", *LIKE, *MANY)
+# Every option is another trace of a round: the others are slow.
+QUICK = ("ditto", "scaffold", "fedrep", "fedamp")
 
 
 def image(x):
@@ -194,13 +174,10 @@ def others(known, default):
     )
 
 
-def without_effect(method, but=()):
-    """The hyperparameters of a method, `but` some, that change nothing, with their
-    values."""
+def without_effect(method):
+    """Returns the hyperparameters of a method that change nothing, and their values."""
     cases, found = Cases(method), []
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
-        if name in but:
-            continue
         default = toy.SMALL.get(method, {}).get(name, known.default)
         options, task = cases.beside(name)
         seen = [cases.of(options, task)]
@@ -219,20 +196,10 @@ def without_effect(method, but=()):
 
 
 @pytest.mark.parametrize(
-    "method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS]
+    "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
 )
 def test_no_option_is_without_effect(method):
     assert without_effect(method) == []
-
-
-@pytest.mark.parametrize(
-    "method",
-    [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE],
-)
-def test_no_option_that_others_have_not_is_without_effect(method):
-    assert (
-        without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
-    )
 
 
 @pytest.mark.slow  # traces options of FedKD, which are slow
@@ -245,9 +212,8 @@ def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
     )
 
 
-@pytest.mark.parametrize(
-    "method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, name", NONE)
 def test_none_is_the_value_that_is_documented(method, name):
     for change in ({}, {"epochs": 7, "rounds": 40}):
         task = task_of(method)._replace(**change)

@@ -337,9 +337,10 @@ def test_a_method_for_one_network_that_says_it_takes_several():
     made = testing.subject(factory, testing.task())
     testing.check("grouping", made)
     with pytest.raises(
-        ContractViolation, match=r"'architectures' .*may have different networks"
+        ContractViolation,
+        match=r"'several_architectures' .*may have different networks",
     ):
-        testing.check("architectures", made)
+        testing.check("several_architectures", made)
 
 
 def test_a_method_without_a_mean_says_what_it_sends():
