@@ -167,7 +167,7 @@ def fitted(method: str, net: str, **options: Any) -> Task:
 def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
     """Returns the cohort of a first round; `more` are other fields of Cohort."""
     ids = jnp.asarray(ids, jnp.int32)
-    here = jnp.broadcast_to(active, ids.shape)
+    here = jnp.broadcast_to(jnp.asarray(active), ids.shape)
     given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1} | more
     key = jax.random.key(0) if key is None else key
     return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
