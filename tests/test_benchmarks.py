@@ -174,7 +174,7 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
     plain = Config(
         algo="per_fedavg",
         model="mlp",
-        hparams={"variant": "fo", "alpha": None, "beta": None},
+        hparams={"alpha": None, "beta": None},
     )
     made = types.SimpleNamespace
     run = lambda **changes: made(
@@ -193,10 +193,6 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
         ),
         ({"features": 16}, "features=16"),
         ({"unseen": 0.5}, "unseen=0.5"),
-        (
-            {"hparams": plain.hparams | {"variant": "hf"}},
-            "hparam=variant=hf: for a comparison it must be fo.",
-        ),
         ({"hparams": plain.hparams | {"beta": 0.1}}, "hparam=beta=0.1"),
         (
             {"algo": "fedbabu", "hparams": {"fine_tune": "head"}},

@@ -128,18 +128,7 @@ LIMITS = [
         tolerance=1e-5,
     ),
     limit("per_fedavg", {"alpha": 0.0}, "fedavg", **NORMED),
-    *(
-        limit(
-            "per_fedavg",
-            {"alpha": 0.0, "variant": variant},
-            "fedavg",
-            **SLOW,
-            task=task,
-            tolerance=2e-6,
-        )
-        for variant in ("fo", "hf", "exact")
-        for task in (MLP, NORM)
-    ),
+    limit("per_fedavg", {"alpha": 0.0}, "fedavg", **SLOW, tolerance=2e-6),
     limit("fedrod", {"gamma": 0.0}, "fedavg", **NORMED),
     limit("fedrod", {"gamma": 0.0}, "fedavg", **SLOW),
     limit("pfedme", {"beta": 0.0}, "fedavg", SERVER, BEGIN),
@@ -165,15 +154,12 @@ LIMITS = [
         **NORMED,
         **SLOW,
     ),
-    limit("fedamp", {"lam": 0.0, "attention": "heur"}, "local", attentive, OWN),
+    limit("fedamp", {"lam": 0.0}, "local", attentive, OWN),
     limit("fedamp", {"lam": 0.0}, "local", attentive, OWN, **NORMED, **SLOW),
     # the pull acts from the second step on
     limit("fedamp", {"sigma": 1e-9}, "local", attentive, OWN, **ONE_STEP, **SLOW),
     limit("fedphp", {"lam": 0.0}, "fedavg", **NORMED),
     limit("fedphp", {"lam": 0.0}, "fedavg", **SLOW, tolerance=2e-6),
-    limit(
-        "fedphp", {"lam": 0.0, "regularizer": "kd"}, "fedavg", **SLOW, tolerance=2e-6
-    ),
     limit("fedala", {"lr_weights": 0.0}, "fedavg", SERVED),
     limit("fedala", {"blended": "none"}, "fedavg", SERVED, **SLOW, task=NORM),
     limit(

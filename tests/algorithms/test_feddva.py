@@ -43,36 +43,28 @@ def compiled(**fixed):
 
 def one_round(active=(True, True), numbers=None, **fixed):
     numbers = {"alpha": 1.0, "beta": 0.75, "xi": 8.0, "cls": 1.0} | (numbers or {})
-    # the default is no other compilation
-    return compiled(**({"mode": "paper"} | fixed))(np.array(active), numbers)
+    return compiled(**fixed)(np.array(active), numbers)
 
 
 # 40 s; test_dva.py has the losses, and the contract the losses of twelve rounds
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paper", "code"])
-def test_one_client_is_a_plain_loop_over_the_phases(mode):
+def test_one_client_is_a_plain_loop_over_the_phases():
     """The average of one upload is the upload; the first phase has the client's key,
     each further one its own."""
-    state, metrics = one_round((True, False), mode=mode)
+    state, metrics = one_round((True, False))
     nets, _ = networks(TASK, 2, 2, 8)
 
     @jax.jit
     def alone():
         key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 1)
-        streams = (
-            key,
-            *(
-                keys.fold(key, s)
-                for s in (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)
-            ),
-        )
+        streams = key, keys.fold(key, keys.Client.SECOND_PHASE)
         data, w, losses = (
             Data(F.examples, F.train.index[1], F.train.size[1], TASK.prepare),
             dva_phases.init(nets, KEY),
             [],
         )
         for phase, stream in zip(
-            dva_phases.phases(nets, mode, xi=16.0), streams, strict=False
+            dva_phases.phases(nets, xi=16.0), streams, strict=True
         ):
             w, loss = local_training.sgd(
                 stream, data, phase.loss, w, TASK, train=phase.parts
@@ -157,7 +149,6 @@ def test_the_headline(head, headline):
     [
         ({"alpha": -1.0}, "`alpha` must be in"),
         ({"head": "own"}, "Unknown head"),
-        ({"mode": "papr"}, "Unknown mode"),
         ({"exchange": "c"}, "Unknown exchange"),
         ({"latent": 0}, "`latent` must be in"),
         (
