@@ -91,6 +91,7 @@ SMALL["feddva"] = {
 }
 SMALL["feddbe"] = {"kappa": 2.0}  # the default is for wide features
 SMALL["fedtgp"] = {"lam": 0.1, "server_epochs": 5}
+SMALL["fedgen"] = {"noise": 8, "hidden": 8, "server_steps": 5}
 METHODS = ALGORITHMS | {
     name: functools.partial(ALGORITHMS[name], **options)
     for name, options in SMALL.items()
