@@ -71,7 +71,7 @@ def fedgen(
     Args:
       alpha: weight of the generated features (α) in [0, inf); 1 as in PFLlib. With 0 it
         is FedAvg, with shared=head LG-FedAvg.
-      shared: what is averaged, one of model, head (the body stays with its client: for
+      shared: what is averaged, one of model, head (the client keeps its body: for
         clients of several architectures).
       noise: entries of z in [1, 10000], uniform in [0, 1) as in PFLlib (512 there);
         32 as the authors have it for MNIST.

@@ -22,7 +22,7 @@ def fedmtl(task: Task) -> Algorithm:
     of the other participants' models.
 
     Here omega = 1 - 1/S for S participants and f = floor(log10(Z) + 1) + 1 for Z
-    parameters, so that the penalty stays small.
+    parameters, so that the penalty is small.
 
     Note:
       The participants' models are those before the round. The relations of the tasks
