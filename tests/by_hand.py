@@ -65,9 +65,9 @@ def batches(i, t):
     return [step[0] for step in oracle.batches(F, i, KEYS[t], TASK)]
 
 
-def shuffled(key, i, epochs):
-    """The minibatches of client i under another key."""
-    rows, (x, y) = int(F.train.size[i]), examples(i)
+def shuffled(key, i, epochs, first=None):
+    """The minibatches of client i, or of its `first` examples, under another key."""
+    rows, (x, y) = int(F.train.size[i]) if first is None else first, examples(i)
     length, steps = F.train.index.shape[1], []
     for epoch in range(epochs):
         draw = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)

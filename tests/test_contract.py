@@ -49,6 +49,7 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedtgp",
         "pfedsim",
         "fedmtl",
+        "apple",
         "fedpcl",
     ),
 )
@@ -85,11 +86,12 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh"), "its rounds by hand are in tests/algorithms"
+        ("feddyn", "fedadmm", "fedgh", "ccvr"),
+        "its rounds by hand are in tests/algorithms",
     ),
 }
 # their server moves though no upload differs from the default
-MOVES = ("feddyn", "fedgen")
+MOVES = ("feddyn", "fedgen", "ccvr")
 # Rules that trace or compile another round are slow, but for one method of each way to
 # train and average. All other rules share the compiled round of `subject`.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
@@ -415,6 +417,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
         "fedas": (body + 1) * ones,
+        "fedl2g": C * C * ones,
+        "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
         "feddbe": (body + head + 8) * ones,
         "scaffold": 2 * (body + head) * ones,
@@ -434,6 +438,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "apple": (5 * (body + head) * ones, (body + head) * ones),
+        "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 192) * ones, (body + head) * ones),
         "fedpcl": (8 * 11 * ones, 8 * classes),
         "fedcac": (2 * (body + head) * ones, (body + head) * ones),
