@@ -195,6 +195,7 @@ def test_without_a_mistake_every_rule_holds():
     testing.check_algorithm(planted(None))
 
 
+@pytest.mark.slow  # the method of the README passes in test_readme.py
 def test_a_copy_of_the_template_outside_of_the_package_passes(tmp_path):
     copy = shutil.copy(Path(template.__file__), tmp_path / "own.py")
     factory = find(f"{copy}:small_head")
