@@ -437,13 +437,6 @@ def test_a_client_without_examples_neither_teaches_nor_learns():
     assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
 
 
-def test_the_coefficients_of_one_client_are_not_called_idle():
-    task = toy.task()
-    alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
-    for method in (kt.mnfl_het, ALGORITHMS["mnfl"]):
-        assert [bool(method(x).idle) for x in (alone, task)] == [False, True]
-
-
 # the rules themselves are above
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedmd", "sim_pfd", "topk_pfd"])
