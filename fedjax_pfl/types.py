@@ -165,7 +165,6 @@ class Task(NamedTuple):
     # the pool of public examples [P, *input], raw; None: there is none
     public: jax.ShapeDtypeStruct | None = None
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
-    public_classes: int = 0  # of the pool's labels; 0: they are meaningless
 
     @property
     def num_clients(self) -> int:

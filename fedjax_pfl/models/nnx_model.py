@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from fedjax_pfl import trees, user_code
 from fedjax_pfl.errors import InputError, check, check_shape, choose
@@ -169,7 +169,11 @@ def model(
         return head(variables["head"], h), stats
 
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
-    _check_features(template, h)
+    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
+        raise InputError(
+            f"{type(template).__name__}.body must return one array [B, K], got {h} for "
+            "a batch of 2."
+        )
     return Model(
         _drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1]
     )
@@ -449,14 +453,6 @@ def _check_parts(module: Any) -> None:
     _check_variables(module, "body", "head")
 
 
-def _check_features(module: Any, h: Any) -> None:
-    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
-        raise InputError(
-            f"{type(module).__name__}.body must return one array [B, K], got {h} for a "
-            "batch of 2."
-        )
-
-
 _NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {
     "batch norm": (nnx.BatchNorm, ("mask", "train")),
     "dropout": (nnx.Dropout, ("rngs",)),
@@ -480,71 +476,6 @@ def _check_call(module: nnx.Module) -> None:
             raise InputError(
                 f"{type(module).__name__}.__call__ must take {names}: it has {kind}."
             )
-
-
-def layer_order(
-    model: Model, x: jax.ShapeDtypeStruct
-) -> list[dict[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
-    """Lists the layers that a prediction uses, from the input to the logits.
-
-    Args:
-      x: an input of the model, [B, ...].
-
-    Returns:
-      For each layer the shapes of its parameters by path: first the layer's own path,
-      then those of the batch norms that follow it.
-    """
-    variables = jax.eval_shape(model.init, jax.random.key(0))
-    traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(
-        variables, x
-    ).jaxpr
-    leaves = jax.tree_util.tree_leaves_with_path(variables)
-    order, _ = _uses(traced, range(len(traced.invars)))
-    used = [
-        leaves[i]
-        for i in dict.fromkeys([*order, *range(len(leaves))])
-        if i < len(leaves)
-    ]
-    needed = {leaves[i][0][:-1] for i in order if i < len(leaves)}
-    bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
-    found: list[dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
-    for path, leaf in used:
-        part, *inside, _name = (key.key for key in path)
-        if part == "stats" or path[:-1] not in needed:
-            continue
-        layer = (part, *inside)
-        if not any(layer in known for known in found):
-            found += [] if bn_mask[path] and found else [{}]
-            found[-1][layer] = ()
-        here = next(known for known in found if layer in known)
-        here[layer] += (leaf.shape,)
-    return found
-
-
-def _uses(
-    jaxpr: Any, inputs: Sequence[int | None]
-) -> tuple[list[int], list[int | None]]:
-    """The numbers of the inputs that the equations of a jaxpr compute with, in order,
-    and of its outputs.
-
-    A change of type does not count; jit and remat are searched.
-    """
-    known, found = dict(zip(jaxpr.invars, inputs, strict=True)), list[int]()
-    for e in jaxpr.eqns:
-        given = [None if isinstance(v, Literal) else known.get(v) for v in e.invars]
-        if e.primitive.name == "convert_element_type":
-            known[e.outvars[0]] = given[0]
-            continue
-        inner = list(jaxprs_in_params(e.params))
-        if len(inner) == 1 and len(inner[0].invars) == len(given):
-            used, through = _uses(inner[0], given)
-            found += used
-            known |= dict(zip(e.outvars, through, strict=True))
-        else:
-            found += [i for i in given if i is not None]
-    return found, [
-        None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars
-    ]
 
 
 def flops(
