@@ -322,11 +322,10 @@ def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
 
 def _renewed(template: nnx.State[Any, Any], key: Array | None) -> nnx.State[Any, Any]:
     """The state of a call that is not kept: random streams of `key`, empty caches."""
-    key = jax.random.key(0) if key is None else key
 
     def value(i: int, variable: nnx.Variable[Any]) -> Array:
         if isinstance(variable, nnx.RngKey):
-            return jax.random.fold_in(key, i)
+            return jax.random.fold_in(jax.random.key(0) if key is None else key, i)
         like = variable.get_value()
         return jnp.zeros(like.shape, like.dtype)
 

@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_pfl import averaging
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
@@ -126,3 +127,16 @@ def test_unusual_own_data_are_warned_of(tmp_path, caplog):
     caplog.clear()
     build(Config(dataset="synthetic", **given))
     assert not caplog.text
+
+
+def test_a_predictor_has_the_precision_of_the_run(monkeypatch):
+    e, seen, logits = make(matmul_precision="float32"), [], averaging.logits
+
+    def noted(*given):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return logits(*given)
+
+    monkeypatch.setattr(averaging, "logits", noted)
+    state = e.fetch(e.program.init(e.key, e.program.traced))
+    e.predictor(state, 0, 2)(e.dataset.x[:3])
+    assert seen == ["float32"]
