@@ -156,6 +156,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         image = len(shape) == 3 and min(shape[:2]) >= 16
         config = config.replace(model="cnn" if image else "mlp")
     config = config.replace(clients=len(everybody.train))
+    warn_of_data(config, unmarked)
     task = make_task(config, dataset, everybody)
     public = load_public(config)
     if public is not None:
@@ -203,6 +204,15 @@ def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
     own = user_code.named(config.dataset)
     return _load(config.dataset, config.data_dir, config.seed if own else 0)
+
+
+def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
+    """Logs a warning for each unusual property of the user's own data."""
+    own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
+    names, _ = architectures(config.model, config.clients or 1)
+    as_numbers = not all(map(user_code.named, names))
+    for sentence in datasets.unusual(dataset, as_numbers) if own else ():
+        logging.warning("%s", sentence)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:
