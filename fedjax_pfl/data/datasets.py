@@ -4,6 +4,7 @@ own."""
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +27,40 @@ class Dataset(NamedTuple):
 
     name: str
     x: np.ndarray  # [n, *input], raw: uint8 images stay uint8
-    y: np.ndarray  # [n] int32, in [0, num_classes)
+    # [n] int32, in [0, num_classes); [n, L] int32, one label per position, -1 for none;
+    # [n, num_classes] bool, several classes; [n, num_classes] float32, regression
+    y: np.ndarray
     num_train: int  # rows [0, num_train) are the official training set
     num_classes: int
     # raw [B, *input] -> the input of a model, float32 or int32
     prepare: Callable[[jax.Array], jax.Array]
     superclass: np.ndarray | None = None  # [C] int32: class -> superclass
+    # of tokens: the text of token i, of which 0 is padding and 1 is unknown
+    words: tuple[str, ...] | None = None
+    # {name: [n]}: a value per example, such as its speaker
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})
+
+    @property
+    def positions(self) -> int | None:
+        """Labels per example, None where an example has one label or one row of
+        targets."""
+        several = self.y.ndim == 2 and self.y.dtype.kind in "iu"
+        return self.y.shape[1] if several else None
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of tokens; None where inputs are no tokens."""
+        if self.words is not None:
+            return len(self.words)
+        tokens = self.x.dtype.kind in "iu" and self.x.dtype != np.uint8
+        return int(self.x.max()) + 1 if tokens else None
+
+    def take(self, rows: np.ndarray, num_train: int) -> "Dataset":
+        """Returns the data set of some rows, the first `num_train` for training."""
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return self._replace(
+            x=self.x[rows], y=self.y[rows], num_train=num_train, columns=columns
+        )
 
 
 DATASETS: dict[str, str] = {
@@ -102,11 +131,12 @@ def from_arrays(
       x: [n, *input]. uint8 inputs are images with pixels in 0..255, which become
         [-1, 1]; grey images [n, H, W] get a channel axis. Other integers are tokens and
         become int32, all other numbers float32.
-      y: [n] integer labels, counted from 0.
+      y: [n] integer labels, counted from 0; [n, L] one label per token of x [n, L], -1
+        for none; [n, C] booleans, several classes; [n, C] real numbers, regression.
       x_test: official test examples, as x; None: there are none.
       y_test: their labels.
       name: used in messages and directories.
-      num_classes: C; default: the largest label + 1.
+      num_classes: C; default: the largest label + 1, or the columns of y.
 
     Raises:
       InputError: shapes or types do not fit, a value is not finite, or a label is not a
@@ -115,11 +145,11 @@ def from_arrays(
     if (x_test is None) != (y_test is None):
         raise InputError(f"{name} has only one of x_test and y_test.")
     xs, ys = [_inputs(f"{name}: x", np.asarray(x))], [np.asarray(y)]
-    _check_labels(f"{name}: y", ys[0], len(xs[0]))
+    _check_labels(f"{name}: y", ys[0], xs[0])
     if x_test is not None:
         xs.append(_inputs(f"{name}: x_test", np.asarray(x_test)))
         ys.append(np.asarray(y_test))
-        _check_labels(f"{name}: y_test", ys[1], len(xs[1]))
+        _check_labels(f"{name}: y_test", ys[1], xs[1])
     if len({(a.shape[1:], a.dtype) for a in xs}) > 1:
         kinds = " and ".join(f"{a.dtype}{list(a.shape[1:])}" for a in xs)
         raise InputError(f"{name}: x and x_test must be alike, got {kinds} per row.")
@@ -129,9 +159,9 @@ def from_arrays(
         Dataset(
             name,
             inputs[..., None] if images else inputs,
-            labels.astype(np.int32),
+            _stored(labels),
             len(ys[0]),
-            num_classes or int(labels.max()) + 1,
+            num_classes or _classes(labels),
             _preparation(inputs.dtype),
         )
     )
@@ -167,7 +197,7 @@ def _converted(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset
         x, y = _inputs(f"{name}: x", np.asarray(made.x)), np.asarray(made.y)
         found = checked(made._replace(name=name, x=x, y=y))
         prepared(found)
-        return found._replace(y=y.astype(np.int32))
+        return found._replace(y=_stored(y))
     parts = made.values() if isinstance(made, Mapping) else [made]
     if any(hasattr(part, "column_names") for part in parts):
         return _hugging_face(made, name, columns)
@@ -295,9 +325,16 @@ def subset(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     if fraction == 1:
         return dataset
     rng, n = np.random.default_rng(seed), dataset.num_train
-    train = _stratified(rng, dataset.y[:n], fraction)
-    rows = np.append(train, n + _stratified(rng, dataset.y[n:], fraction))
-    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(train))
+    y = strata(dataset)
+    train = _stratified(rng, y[:n], fraction)
+    rows = np.append(train, n + _stratified(rng, y[n:], fraction))
+    return dataset.take(rows, len(train))
+
+
+def strata(dataset: Dataset) -> np.ndarray:
+    """Returns the class of every example [n], 0 where it has not one class."""
+    y = np.asarray(dataset.y)
+    return y if y.ndim == 1 and y.dtype.kind in "iu" else np.zeros(len(y), np.int32)
 
 
 def _stratified(rng: np.random.Generator, y: np.ndarray, fraction: float) -> np.ndarray:
@@ -395,13 +432,33 @@ def _check_inputs(name: str, x: np.ndarray) -> None:
         raise InputError(f"{name} must be finite in float32, row {row} is not.")
 
 
-def _check_labels(name: str, y: np.ndarray, count: int) -> None:
-    if y.shape != (count,) or y.dtype.kind not in "iu":
+def _stored(y: np.ndarray) -> np.ndarray:
+    return y.astype(label_type(y))
+
+
+def label_type(y: Any) -> np.dtype:
+    """Returns the type of labels in a federation: int32, bool or float32."""
+    kinds: dict[str, Any] = {"f": np.float32, "b": np.bool}
+    return np.dtype(kinds.get(np.asarray(y).dtype.kind, np.int32))
+
+
+def _classes(y: np.ndarray) -> int:
+    return int(y.max()) + 1 if y.dtype.kind in "iu" else y.shape[1]
+
+
+def _check_labels(name: str, y: np.ndarray, x: np.ndarray) -> None:
+    whole, count = y.dtype.kind in "iu", len(x)
+    tokens = y.shape == x.shape and x.dtype.kind in "iu"
+    row = y.ndim == 2 and (y.dtype.kind in "bf" or (whole and tokens))
+    if y.shape[:1] != (count,) or not (row or (whole and y.ndim == 1)):
         raise InputError(
             f"{name} must be {count} integer labels, one per input, got "
             f"{y.dtype}{list(y.shape)}."
         )
-    if y.min() < 0:
+    if y.dtype.kind == "f" and not np.isfinite(y.astype(np.float32)).all():
+        raise InputError(f"{name} must be finite.")
+    least = 0 if y.ndim == 1 else -1
+    if whole and y.min() < least:
         raise InputError(f"{name} must be labels counted from 0, got {y.min()}.")
 
 
@@ -423,10 +480,16 @@ def checked(dataset: Dataset) -> Dataset:
     """
     check_inputs(dataset)
     name, y = dataset.name, np.asarray(dataset.y)
-    _check_labels(f"{name}: y", y, len(dataset.x))
+    _check_labels(f"{name}: y", y, dataset.x)
     check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True)
     check(f"{name}: num_classes", dataset.num_classes, 1, 2**31, whole=True)
-    if y.max() >= dataset.num_classes:
+    if y.dtype.kind not in "iu":
+        if y.shape[1] != dataset.num_classes:
+            raise InputError(
+                f"{name}: num_classes must be {y.shape[1]}, the columns of y, got "
+                f"{dataset.num_classes}."
+            )
+    elif y.max() >= dataset.num_classes:
         raise InputError(
             f"{name}: labels must be below num_classes={dataset.num_classes}, got "
             f"{y.max()}."

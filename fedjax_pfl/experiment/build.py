@@ -339,7 +339,7 @@ def load_public(config: Config) -> datasets.Dataset | None:
         return dataset
     order = np.random.default_rng(config.seed).permutation(len(dataset.y))
     rows = np.sort(order[: int(count)])
-    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
+    return dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
