@@ -68,19 +68,42 @@ DATASETS: dict[str, str] = {
         "scikit-learn's 1,797 digits of 8x8 pixels, 10 classes, no official test set; "
         "needs no download"
     ),
+    "diabetes": (
+        "scikit-learn's 442 patients, 10 numbers, regression; column sex; needs no "
+        "download"
+    ),
     "synthetic": (
         "2,500 Gaussian blobs shaped 8x8, 10 classes, for tests; needs no download"
     ),
     **tfds.DESCRIPTIONS,
     "tfds:NAME": (
-        "another data set of TFDS: images, or numbers such as tokens, of one shape, "
-        "with an integer label"
+        "another data set of TFDS: images, texts, or numbers such as tokens, of one "
+        "shape, with an integer label"
     ),
     "npz:PATH": (
         "your own arrays x and y, optionally x_test and y_test: an .npz, or a folder "
-        "of .npy or .npz files"
+        "of .npy or .npz files; other arrays [n] are columns, such as the user"
     ),
+    "text:PATH": (
+        "texts: a JSON object {speaker: text} for the next character, or .csv, .json "
+        "or .jsonl rows of text and label (.gz too)"
+    ),
+    "table:PATH": (
+        "numbers: .csv, .json or .jsonl rows with a column label, or target for "
+        "regression; texts are columns, such as the sensor"
+    ),
+    "imagefolder:PATH": (
+        "images: CLASS/*.png, CLIENT/CLASS/*.png, train/ and test/ of these, or "
+        "Tiny-ImageNet's layout"
+    ),
+    "domains:A,B": (
+        "several data sets of the same classes of images, resized to one shape, as "
+        "values of the column domain"
+    ),
+    "usps:PATH": "9,298 digits, 16x16 grey, 10 classes: .h5 with train and test",
 }
+# of names with an argument, such as npz:PATH
+PREFIXES = tuple(f"{x.partition(':')[0]}:" for x in DATASETS if ":" in x)
 
 
 def load(
@@ -88,6 +111,10 @@ def load(
     data_dir: str | None = None,
     seed: int = 0,
     columns: tuple[str, str] | None = None,
+    *,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+    image_size: int | None = None,
 ) -> Dataset:
     """Loads a data set.
 
@@ -104,13 +131,17 @@ def load(
         then ~/tensorflow_datasets.
       seed: passed to a function that has an argument of this name.
       columns: names of the input and label columns of a Hugging Face data set.
+      tokenizer: of texts: word, char or the file of a Hugging Face tokenizer; default:
+        word for classified texts, char for speakers.
+      max_length: most tokens of an example; default: 200, of speakers 80.
+      image_size: side to which images of a folder, or of domains, are resized.
 
     Raises:
       InputError: the name is unknown, the data set is not prepared (with the command
         that prepares it), or the arrays cannot be learned from.
     """
     if isinstance(source, str) and not user_code.named(source):
-        return _named(source, data_dir)
+        return _named(source, data_dir, tokenizer, max_length, image_size)
     if isinstance(source, str) or callable(source):
         return _called(source, seed, columns)
     return _converted(source, "dataset", columns)
@@ -124,6 +155,7 @@ def from_arrays(
     *,
     name: str = "arrays",
     num_classes: int | None = None,
+    columns: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
     """Returns a data set of arrays.
 
@@ -137,6 +169,7 @@ def from_arrays(
       y_test: their labels.
       name: used in messages and directories.
       num_classes: C; default: the largest label + 1, or the columns of y.
+      columns: {name: a value of each example, training examples first}.
 
     Raises:
       InputError: shapes or types do not fit, a value is not finite, or a label is not a
@@ -163,20 +196,51 @@ def from_arrays(
             len(ys[0]),
             num_classes or _classes(labels),
             _preparation(inputs.dtype),
+            columns={key: np.asarray(values) for key, values in columns.items()},
         )
     )
 
 
-def _named(name: str, data_dir: str | None) -> Dataset:
-    if name.startswith("npz:"):
-        return from_arrays(**_read(name.removeprefix("npz:")), name=name)
-    if not name.startswith("tfds:"):
+def _named(
+    name: str,
+    data_dir: str | None,
+    tokenizer: str | None,
+    max_length: int | None,
+    image_size: int | None,
+) -> Dataset:
+    # imported here: they make a Dataset
+    from fedjax_pfl.data import images, sources, text
+
+    kind, _, path = name.partition(":")
+    if not name.startswith(PREFIXES):
         choose("data set", name, DATASETS)
-    if name == "digits":
-        return _digits()
-    if name == "synthetic":
-        return synthetic()
+    makers: dict[str, Callable[[], Dataset]] = {
+        "npz": lambda: from_arrays(**_read(path), name=name),
+        "text": lambda: text.load(path, tokenizer, max_length),
+        "table": lambda: sources.table(path),
+        "imagefolder": lambda: images.load(path, image_size),
+        "usps": lambda: sources.usps(path),
+        "domains": lambda: sources.domains(
+            name, path.split(","), lambda part: load(part, data_dir), image_size
+        ),
+        "digits": _digits,
+        "diabetes": sources.diabetes,
+        "synthetic": synthetic,
+    }
+    if kind in makers:
+        return checked(makers[kind]())
     arrays = tfds.load(name.removeprefix("tfds:"), data_dir)
+    texts = arrays.pop("texts")
+    if texts is not None:
+        return text.classified(
+            name,
+            texts,
+            arrays["y"],
+            num_train=arrays["num_train"],
+            num_classes=arrays["num_classes"],
+            tokens=tokenizer,
+            max_length=max_length,
+        )
     x = arrays["x"] = _inputs(f"{name}: x", arrays["x"])
     return checked(Dataset(name=name, prepare=_preparation(x.dtype), **arrays))
 
@@ -226,7 +290,7 @@ def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Data
             f"`columns` must name the inputs and the labels of {name}, got "
             f"{columns}. It has {', '.join(found)}."
         )
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for split, end in (("train", ""), ("test", "_test")):
         if split in splits:
             rows = [np.asarray(each) for each in splits[split][x]]
@@ -243,7 +307,14 @@ def _read(path: str) -> dict[str, Any]:
     test.npz."""
     folder = Path(os.path.expanduser(path))
     if not os.path.isdir(folder):
-        return read_npz(path, ARRAYS[:2], ARRAYS[2:])
+        found = read_npz(path, ARRAYS[:2], None)
+        columns = {}
+        for name in sorted(
+            {name.removesuffix("_test") for name in found} - set(ARRAYS)
+        ):
+            parts = [found[end] for end in (name, f"{name}_test") if end in found]
+            columns[name] = np.concatenate(parts)
+        return _arrays(path, found) | {"columns": columns}
     found = {file.stem: np.load(file) for file in folder.glob("*.npy")}
     for file in folder.glob("*.npz"):
         end = "_test" if file.stem == "test" else ""
@@ -253,9 +324,11 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def read_npz(
-    path: str | Path, required: tuple[str, ...], optional: tuple[str, ...] = ()
+    path: str | Path,
+    required: tuple[str, ...],
+    optional: tuple[str, ...] | None = (),
 ) -> dict[str, np.ndarray]:
-    """Reads the named arrays of an .npz file.
+    """Reads the named arrays of an .npz file, all of them for optional=None.
 
     Raises:
       InputError: the file cannot be read, or a required array is missing.
@@ -266,7 +339,8 @@ def read_npz(
             found = dict(file)
     except Exception as error:  # of the zip file or of numpy
         raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error
-    return _arrays(path, found, required, optional)
+    known = _arrays(path, found, required, optional or ())
+    return found if optional is None else known
 
 
 def _arrays(
@@ -481,6 +555,12 @@ def checked(dataset: Dataset) -> Dataset:
     check_inputs(dataset)
     name, y = dataset.name, np.asarray(dataset.y)
     _check_labels(f"{name}: y", y, dataset.x)
+    for column, values in dataset.columns.items():
+        if np.shape(values) != (len(y),):
+            raise InputError(
+                f"{name}: column {column} must have {len(y)} values, got shape "
+                f"{np.shape(values)}."
+            )
     check(f"{name}: num_train", dataset.num_train, 1, len(y), whole=True)
     check(f"{name}: num_classes", dataset.num_classes, 1, 2**31, whole=True)
     if y.dtype.kind not in "iu":
