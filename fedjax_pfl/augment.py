@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from chex import Numeric
 
-from fedjax_pfl import trees
 from fedjax_pfl.types import Array
 
 # (key, x [B, ...], labels [B, C], mask [B]) -> x, soft labels [B, C]
@@ -43,13 +42,13 @@ def cutmix(alpha: Numeric) -> Mix:
     def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
         key_weight, key_order, *centres = jax.random.split(key, 4)
         side = jnp.sqrt(1 - jax.random.beta(key_weight, alpha, alpha))
-        other, inside = partners(key_order, mask), jnp.ones((), bool)
+        other, inside = partners(key_order, mask), jnp.ones((1, 1), bool)
         for axis, draw in enumerate(centres):
             n = x.shape[1 + axis]
             centre = jax.random.randint(draw, (), 0, n)
             half = jnp.round(side * n / 2).astype(jnp.int32)
-            position = trees.expand(jnp.arange(n), 2 - axis)
-            inside &= (position >= centre - half) & (position < centre + half)
+            at = jnp.expand_dims(jnp.arange(n), 1 - axis)
+            inside = inside & (at >= centre - half) & (at < centre + half)
         box = inside[None, :, :, None]
         x = jnp.where(box, x[other], x)
         weight = 1 - jnp.mean(inside)

@@ -26,7 +26,8 @@ def sample(key: Array, task: Task, round: Array | int = 0) -> tuple[Array, Array
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if task.sampling is not None:
-        weights = task.sampling(jax.random.fold_in(key_ids, 1), jnp.asarray(round))
+        stream = jax.random.fold_in(key_ids, 1)
+        weights = jnp.asarray(task.sampling(stream, jnp.asarray(round)))
         score = jnp.log(weights) + jax.random.gumbel(key_ids, (n,))
         order = jnp.argsort(-score).astype(jnp.int32)
         if most == n:
