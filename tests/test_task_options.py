@@ -99,7 +99,7 @@ def test_losses_by_hand():
     toy.assert_close(balanced, np.mean(-(w / w.mean())[Y[:5]] * log_p))
 
 
-@pytest.mark.parametrize("mix", [augment.mixup(0.4), augment.cutmix(0.4)])
+@pytest.mark.parametrize("mix", [augment.mixup(4.0), augment.cutmix(4.0)])
 def test_mixing_is_among_valid_rows_and_keeps_the_labels_share(mix):
     x = np.arange(1.0, 7)[:, None, None, None] * np.ones((6, 4, 4, 2))
     y = np.eye(6)
