@@ -43,7 +43,7 @@ def table(path: str) -> Dataset:
         else:
             inputs.append(numbers)
     if not inputs:
-        raise InputError(f"{path} must have a column of numbers beside its labels.")
+        raise InputError(f"{path} must have a column of numbers next to its labels.")
     x = np.stack(inputs, axis=1)
     mean, scale = x[:num_train].mean(axis=0), x[:num_train].std(axis=0)
     x = (x - mean) / np.where(scale > 0, scale, 1)

@@ -159,6 +159,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if config.model == "auto":
         config = config.replace(model=usual_model(dataset))
     config = config.replace(clients=len(everybody.train))
+    warn_of_data(config, unmarked)
     _, of = architectures(config.model, len(everybody.train))
     trained, others = draw_unseen(config, of)
     if dataset.words is not None:  # the vocabulary of the clients that train
@@ -225,6 +226,15 @@ def usual_model(dataset: datasets.Dataset) -> str:
     if dataset.words is not None:
         return "fasttext" if dataset.positions is None else "gru"
     return "cnn" if len(shape) == 3 and min(shape[:2]) >= 16 else "mlp"
+
+
+def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
+    """Logs a warning for each unusual property of the user's own data."""
+    own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
+    names, _ = architectures(config.model, config.clients or 1)
+    as_numbers = not all(map(user_code.named, names))
+    for sentence in datasets.unusual(dataset, as_numbers) if own else ():
+        logging.warning("%s", sentence)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:

@@ -107,8 +107,10 @@ class Config:
     rounds: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         100, "communication rounds; may grow when a run resumes"
     )
-    epochs: int | None = _field(1, "local epochs per round")
-    steps: int | None = _field(None, "local steps per round, instead of epochs")
+    epochs: Annotated[int, Ge(1)] | None = _field(1, "local epochs per round")
+    steps: Annotated[int, Ge(1)] | None = _field(
+        None, "local steps per round, instead of epochs"
+    )
     batch_size: int = _field(10, "examples per step")
     lr: float = _field(0.005, "learning rate of the clients")
     lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")

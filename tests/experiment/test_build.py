@@ -118,6 +118,17 @@ def test_a_client_predicts_from_a_fetched_state():
     assert predict(e.dataset.x[:3]).shape == (3, 10)
 
 
+def test_unusual_own_data_are_warned_of(tmp_path, caplog):
+    x = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 1))
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 3)
+    given = {"algo": "fedavg", "clients": 3, "partition": "iid"}
+    build(Config(dataset=f"npz:{tmp_path}/own.npz", **given))
+    assert "integers are taken as plain numbers" in caplog.text
+    caplog.clear()
+    build(Config(dataset="synthetic", **given))
+    assert not caplog.text
+
+
 def test_a_predictor_has_the_precision_of_the_run(monkeypatch):
     e, seen, logits = make(matmul_precision="float32"), [], averaging.logits
 
