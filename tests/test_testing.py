@@ -545,7 +545,7 @@ def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
 
 
 def test_each_mean_of_a_round_has_noise_of_its_own():
-    noise = lambda key, upload, default: upload + jax.random.normal(key)
+    noise = lambda key, upload, default, client: upload + jax.random.normal(key)
     cohort = everybody(transform=noise)
     one, two = (
         cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0]
