@@ -127,7 +127,8 @@ def program(
       devices: devices that share the clients of a round (`xla.split_cpu` makes several
         of a CPU).
       transform: (key, upload, default, client) -> upload, applied to each client's
-        upload before the server averages it (`types.Cohort.mean`), such as clipping or noise.
+        upload before the server averages it (`types.Cohort.mean`), such as clipping or
+        noise.
       checked: traces one round on shapes alone, to find a method's mistakes early.
 
     Raises:
