@@ -36,6 +36,7 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
+from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, text
@@ -195,7 +196,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=factory(task, **hparams).headline,
+        headline=headline(task, factory(task, **hparams)),
         networks=network_names(config, len(everybody.train))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},

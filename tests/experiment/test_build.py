@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from fedjax_pfl import averaging
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.run_directory import RunDirectory
 
 SMALL = {
     "algo": "fedavg",
@@ -140,3 +143,33 @@ def test_a_predictor_has_the_precision_of_the_run(monkeypatch):
     state = e.fetch(e.program.init(e.key, e.program.traced))
     e.predictor(state, 0, 2)(e.dataset.x[:3])
     assert seen == ["float32"]
+
+
+def test_the_vocabulary_is_that_of_the_clients_that_train(tmp_path):
+    speech = {
+        name: f"{name} {name} only {name} " * 4 for name in ("ada", "bob", "cyd", "eve")
+    }
+    path = tmp_path / "plays.json"
+    path.write_text(json.dumps(speech))
+    settings = {"dataset": f"text:{path}", "data_fraction": 1.0, "max_length": 4}
+    settings |= {"partition": "natural:speaker", "clients": None, "tokenizer": "word"}
+    e = make(**settings, model="auto", unseen=0.3)
+    away = {sorted(speech)[i] for i in e.unseen.ids}
+    assert len(away) == 1 and e.config.clients == 4 and e.config.model == "gru"
+    assert set(e.dataset.words) == {"<pad>", "<unk>", "only", *speech} - away
+    assert e.task.num_classes == e.dataset.vocabulary == 6
+    rows = e.unseen.partition.test[0][: e.unseen.partition.test_sizes[0]]
+    assert (e.dataset.x[rows] == 1).any()
+    assert (e.unmarked.x != e.dataset.x).any()
+    directory = RunDirectory(tmp_path / "run")
+    directory.open(e)
+    assert directory.read("vocabulary.json") == list(e.dataset.words)
+
+
+def test_shifts_and_augmentation_are_settings():
+    e = make(shift="rotate:0,90", augment="flip", partition="iid", clients=2)
+    mine = [e.partition.train[i][: e.partition.train_sizes[i]] for i in range(2)]
+    assert np.array_equal(e.dataset.x[mine[0]], e.unmarked.x[mine[0]])
+    turned = np.rot90(e.unmarked.x[mine[1]], axes=(1, 2))
+    assert np.array_equal(e.dataset.x[mine[1]], turned)
+    assert e.task.augment is not None
