@@ -42,6 +42,8 @@ class Server(Stream):
 
     PUBLIC = 40, "the public examples of a round"
     STUDENT = 41, "FedDF: training of the server's models on them"
+    NOISE = 0x6E01, "differential privacy: the noise on a sum of uploads"
+    QUANTILE = 0x6E02, "differential privacy: the noise on the count of clipped clients"
 
 
 class Cohort(Stream):
@@ -74,6 +76,7 @@ class Client(Stream):
         "outputs",
     )
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
+    ATTACK = 0x6E03, "malicious clients: random updates"
 
 
 class Step(Stream):
