@@ -6,7 +6,7 @@ leaves are personal, which are trained in which phase, a proximal term, and what
 before a prediction."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from fedjax_pfl.types import (
     Update,
 )
 
-Path = tuple[str, ...]  # of a layer in the variables
 BODY_AND_HEAD = ("body", "head")
 # what of a model is fine-tuned
 FINE_TUNED = {"all": BODY_AND_HEAD, "head": ("head",), "body": ("body",)}
@@ -114,19 +113,17 @@ class Split(NamedTuple):
         """
         whole = [model.init(key) for model in self.task.models]
         starts = [self.send(variables, group) for group, variables in enumerate(whole)]
-        shapes = [dict(trees.named_shapes(shared)) for shared, _ in starts]
-        for group, other in enumerate(shapes):
-            for name in {**shapes[0], **other}:
-                first, here = (
-                    shape.get(name, "missing") for shape in (shapes[0], other)
-                )
-                if first != here:
+        first = dict(trees.named_shapes(starts[0][0]))
+        for group, (shared, _) in enumerate(starts):
+            here = dict(trees.named_shapes(shared))
+            for name in {**first, **here}:
+                a, b = (shapes.get(name, "missing") for shapes in (first, here))
+                if a != b:
                     raise InputError(
                         "What the clients share must be the same in every "
-                        f"architecture, but {name} is {first} in the "
-                        f"first and {here} in number {group + 1}: take networks of one "
-                        "feature width K (`features`), "
-                        "or share less."
+                        f"architecture, but {name} is {a} in the "
+                        f"first and {b} in number {group + 1}: take networks of one "
+                        "feature width K (`features`), or share less."
                     )
         pairs = zip(whole, starts, strict=True)
         rows = iter(
@@ -183,30 +180,6 @@ def split(
             for pair in zip(masks, wholes, strict=True)
         ]
     return Split(task, tuple(masks))
-
-
-def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split:
-    """Divides a model's variables by layers: those that `shared` names of an
-    architecture are sent.
-
-    A batch norm's running statistics go with its parameters, unless bn_stats=local.
-
-    Args:
-      shared: model -> paths of layers, such as ("body", "convs", "0").
-    """
-
-    def mask(model: Model) -> PyTree:
-        paths = set(shared(model))
-
-        def kept(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
-            part, *inside, _name = (key.key for key in path)
-            if part == "stats":
-                return task.bn_stats == "local" or ("body", *inside) not in paths
-            return (part, *inside) not in paths
-
-        return jax.tree_util.tree_map_with_path(kept, model.bn_mask)
-
-    return Split(task, tuple(map(mask, task.models)))
 
 
 def from_client(

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pfl import local_training, trees
 from fedjax_pfl.errors import ContractError
-from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
 Score = Callable[[Any, Array, Array, Client], Scores]
@@ -113,14 +113,6 @@ def post(
         for name, x in jax.eval_shape(run).items()
     }
     return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
-
-
-def mean(data: Data, value: Callable[[Batch], Array], batch_size: int) -> Array:
-    """Computes the mean [] over all rows of a client's data of value(batch) [], which
-    is a mean over the batch's valid rows; 0 without rows."""
-    return local_training.sweep(
-        data, lambda batch: jnp.sum(batch.mask) * value(batch), batch_size
-    ) / jnp.maximum(data.size, 1)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:

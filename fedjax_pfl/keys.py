@@ -67,14 +67,8 @@ class Client(Stream):
     SUBSET = 31, "FedALA: the examples that blending looks at"
     BLEND = 32, "FedALA: batches of blending"
     SECOND_PHASE = 41, "FedDVA: the encoders; the released code's encoder of z"
-    THIRD_PHASE = 42, "FedDVA: the released code's encoder of c, with the decoder"
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
-    PUBLIC_LABELS = (
-        44,
-        "FedMD: training on labelled public examples before round 0; below it, their "
-        "outputs",
-    )
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
     ATTACK = 0x6E03, "malicious clients: random updates"
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 from fedjax_pfl.data.datasets import Dataset, checked, prepared
-from fedjax_pfl.data.federate import public_classes
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
 from fedjax_pfl.engine.method import Traced
@@ -105,7 +104,7 @@ def task(
 
 def with_public(task: Task, public: Dataset) -> Task:
     """Adds a pool of public examples to a task, that of `federate(..., public=public)`;
-    if every y is -1 it has no labels.
+    their labels are not used.
 
     Raises:
       InputError: prepared, they are not like the clients' examples.
@@ -120,7 +119,6 @@ def with_public(task: Task, public: Dataset) -> Task:
     return task._replace(
         public=jax.ShapeDtypeStruct(public.x.shape, dtype),
         prepare_public=public.prepare,
-        public_classes=public_classes(public),
     )
 
 

@@ -165,7 +165,6 @@ class Task(NamedTuple):
     # the pool of public examples [P, *input], raw; None: there is none
     public: jax.ShapeDtypeStruct | None = None
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
-    public_classes: int = 0  # of the pool's labels; 0: they are meaningless
 
     @property
     def num_clients(self) -> int:
@@ -398,6 +397,9 @@ class Algorithm(NamedTuple):
     # why unseen clients cannot be personalised, as the end of an error's sentence; "":
     # they can
     no_unseen: str = ""
+    # why a local step must be -lr times the gradient, as the end of an error's
+    # sentence; "": any optimizer will do
+    plain_sgd: str = ""
     # keys of State.server, means of parameters that a server optimizer may update
     averages: tuple[str, ...] = ()
     # when a part of the method does nothing, by the server's metrics

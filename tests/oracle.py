@@ -45,10 +45,10 @@ def cross_entropy(z, y):
     return -np.mean(np.log(softmax(z)[np.arange(len(y)), y]))
 
 
-def backward(w, x, dz):
-    """The gradient of a loss, from its gradient by the logits."""
+def backward(w, x, dz, dh=0):
+    """The gradient of a loss, from its gradients by the logits and by the features."""
     h, _ = forward(w, x)
-    dh = (dz @ w[2].T) * (h > 0)
+    dh = (dz @ w[2].T + dh) * (h > 0)
     return [x.T @ dh, dh.sum(axis=0), h.T @ dz, dz.sum(axis=0)]
 
 

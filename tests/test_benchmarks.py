@@ -234,7 +234,7 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
     plain = Config(
         algo="per_fedavg",
         model="mlp",
-        hparams={"variant": "fo", "alpha": None, "beta": None},
+        hparams={"alpha": None, "beta": None},
     )
     made = types.SimpleNamespace
     run = lambda **changes: made(
@@ -253,10 +253,6 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
         ),
         ({"features": 16}, "features=16"),
         ({"unseen": 0.5}, "unseen=0.5"),
-        (
-            {"hparams": plain.hparams | {"variant": "hf"}},
-            "hparam=variant=hf: for a comparison it must be fo.",
-        ),
         ({"hparams": plain.hparams | {"beta": 0.1}}, "hparam=beta=0.1"),
         (
             {"algo": "fedbabu", "hparams": {"fine_tune": "head"}},
@@ -342,13 +338,12 @@ def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
     assert [(line.name, line.ratio) for line in lines] == [
         ("mixed", 4 / 2),
         ("FedProto", 6 / 4),
-        ("FedProto, collect=during", 6 / 4),
         ("FML", 6 / (4 + 2)),
         ("FML, all clipped", 6 / (4 + 2)),
         ("MNFL", 6 / (4 + 1.5)),
     ]
-    assert [line.compile_ratio for line in lines] == [0.5, 1, 1, 0.5, 0.5, 0.5]
-    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 11
+    assert [line.compile_ratio for line in lines] == [0.5, 1, 0.5, 0.5, 0.5]
+    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 10
 
 
 def test_the_operations_of_fedproto_and_fml():

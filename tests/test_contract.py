@@ -45,6 +45,7 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedmd",
         "sim_pfd",
         "topk_pfd",
+        "fedgh",
     ),
 )
 # What scores the model that `post` does, of methods whose clients fine-tune a copy of
@@ -77,7 +78,13 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     ),
     "pfedhn": "the hypernetwork moves to the client's model: it has a test of its own below",
     "pfedma": "its round is FedMA's, and FedMA is here",
+    # their servers do not take the mean of the models
+    **dict.fromkeys(
+        ("feddyn", "fedadmm", "fedgh"), "its rounds by hand are in tests/algorithms"
+    ),
 }
+# their server moves though no upload differs from the default
+MOVES = ("feddyn",)
 # Of the rules that compile a round of their own, the methods that are not slow: one of
 # each way to train and average.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
@@ -282,14 +289,6 @@ def test_a_client_without_training_examples_is_as_one_that_takes_no_part(method)
     check_without_examples(subject(method))
 
 
-@pytest.mark.parametrize("method", ["fedma"])
-def test_bbp_does_not_count_clients_without_training_examples(method):
-    bbp = functools.partial(ALGORITHMS[method], matching="bbp", retrain_epochs=0)
-    check_without_examples(
-        testing.subject(bbp, toy.method_task(method), start=subject(method).start)
-    )
-
-
 def check_without_examples(s):
     f = s.federation
     for one in IDS[ACTIVE]:
@@ -326,7 +325,8 @@ def test_every_upload_is_transformed(method):
     before = [0 * x for x in before] if method == "fd" else before
     clipped, noisy = served(0), served(1)
     # FedDF distils by a step of Adam of 1e-3
-    toy.assert_close(clipped, before, 2e-3 if "feddf" in method else 1e-5)
+    if method not in MOVES:
+        toy.assert_close(clipped, before, 2e-3 if "feddf" in method else 1e-5)
     toy.assert_same(served(1, ids=IDS[mixed], active=ACTIVE[mixed]), noisy)
     one, two = (served(1, active=np.isin(IDS, i)) for i in (0, 4))
     for pair in ((noisy, clipped), (one, clipped), (two, clipped), (one, two)):
@@ -419,6 +419,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedafm": body * ones,
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
+        "feddbe": (body + head + 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
@@ -436,6 +437,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "fedgh": (head * ones, 8 * classes),
+        "fedpac": (body + head + 8 * C * ones, body + head + 16 * classes + 1),
         "fedproto": (8 * C * ones, 8 * classes),  # all classes are known
         "fd": (C * C * ones, C * classes),  # every class has been sent by somebody else
     }

@@ -102,21 +102,6 @@ def test_devices_are_balanced_over_all_architectures():
     assert sorted((task.sizes // 4)[rows].sum(axis=0)) == [13, 14]
 
 
-def test_the_balance_counts_what_a_step_of_an_architecture_costs():
-    task = mixed(toy.tiny_mlp, toy.small_mlp)
-    flops = np.array(
-        [
-            models.flops(net, toy.SHAPE, toy.C, 4)
-            for net in (toy.tiny_mlp, toy.small_mlp)
-        ]
-    )
-    np.testing.assert_allclose(placement.relative_operations(task), flops / flops.min())
-    np.testing.assert_allclose(
-        placement.placement(task, 2).work,
-        task.sizes / 4 * (flops / flops.min())[[0, 1] * 3],
-    )
-
-
 def test_more_devices_than_there_are_is_one_sentence():
     with pytest.raises(InputError, match=r"`devices` must be in \[1, 8\], got 9"):
         placement.make_mesh(9)

@@ -750,3 +750,69 @@ def test_the_features_of_a_body_with_batch_norm_are_widened_if_it_knows_what_is_
         match=r"Sequential.__call__ must take `mask` and `train`: it has batch norm",
     ):
         model(Deaf, (6,), 3, features=8)
+
+
+class Guided(nnx.Module):
+    """A layer of Flax, built and called as Flax's guides do."""
+
+    def __init__(self, make, rngs):
+        self.layer = make(rngs)
+
+    def __call__(self, x):
+        return self.layer(x).reshape(len(x), -1)
+
+
+# layers that hold more than parameters, of inputs [B, 5, 3]; do they draw in training?
+STATEFUL = {
+    "lstm": (lambda r: nnx.RNN(nnx.LSTMCell(3, 4, rngs=r)), False),
+    "gru": (lambda r: nnx.RNN(nnx.GRUCell(3, 4, rngs=r), rngs=r), False),
+    "both ways": (
+        lambda r: nnx.Bidirectional(
+            *(nnx.RNN(nnx.SimpleCell(3, 4, rngs=r)) for _ in range(2))
+        ),
+        False,
+    ),
+    "dropout": (
+        lambda r: nnx.Sequential(nnx.Linear(3, 4, rngs=r), nnx.Dropout(0.5, rngs=r)),
+        True,
+    ),
+    "attention": (
+        lambda r: nnx.MultiHeadAttention(
+            2, 3, 4, dropout_rate=0.5, decode=False, rngs=r
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_stateful_layers_of_flax_work_as_in_its_guides(name):
+    layer, draws = STATEFUL[name]
+    x = normal(1, 2, 5, 3)
+
+    def net(input_shape, num_classes, rngs):
+        width = 8 if name == "both ways" else 3 if name == "attention" else 4
+        head = nnx.Linear(5 * width, num_classes, rngs=rngs)
+        return nets.Net(Guided(layer, rngs), head)
+
+    made = model(net, (5, 3), 2)
+    variables = made.init(jax.random.key(0))
+    assert not variables["stats"]
+    trained = jax.jit(lambda key: made.apply(variables, x, train=True, key=key)[0])
+    one, same, other = (trained(jax.random.key(seed)) for seed in (1, 1, 2))
+    toy.assert_same(one, same)
+    assert np.array_equal(one, other) != draws
+    toy.assert_same(made.apply(variables, x)[0], made.apply(variables, x)[0])
+
+
+class Counting(Custom):
+    def __init__(self, input_shape, num_classes, rngs):
+        super().__init__(input_shape, num_classes, rngs)
+        self.body.calls = nnx.Intermediate(jnp.zeros(()))
+
+
+def test_other_state_is_named_with_its_remedy():
+    with pytest.raises(
+        InputError, match=r"body\.calls must be a .*got Intermediate\. M"
+    ):
+        model(Counting, (6,), 3)

@@ -10,7 +10,7 @@ from toy import N, assert_same
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import distributed, host_state
+from fedjax_pfl.engine import distributed, host_state, memory
 from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
@@ -108,3 +108,19 @@ def test_everybody_in_the_round_is_one_sentence():
         InputError, match="client_memory=host needs participation below 1"
     ):
         host_state.program(ALGORITHMS["ditto"], task)
+
+
+def test_state_beyond_the_hosts_memory_is_an_error(monkeypatch):
+    task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))
+    monkeypatch.setattr(memory, "host_total", lambda: 1000)
+    with pytest.raises(InputError, match=r"needs about .* GiB of .* GiB"):
+        host_state.program(ALGORITHMS["ditto"], task)
+
+
+def test_the_first_state_is_drawn_in_blocks(monkeypatch):
+    """Row after row, it is that of one block, and that of state on the devices."""
+    program, host = programs(1)
+    at_once = host.init(KEY, host.traced)
+    monkeypatch.setattr(host_state, "BLOCK", 1)
+    assert_same(host.init(KEY, host.traced), at_once)
+    assert_same(program.init(KEY, program.traced), at_once)

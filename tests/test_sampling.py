@@ -105,10 +105,8 @@ CLIENT = {
 }
 CLIENT |= {
     "SECOND_PHASE": 41,
-    "THIRD_PHASE": 42,
     "TRANSFER": 42,
     "WARM_UP": 43,
-    "PUBLIC_LABELS": 44,
 }
 CLIENT |= {"EXTRACTOR": 45}
 STREAMS = {

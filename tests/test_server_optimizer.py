@@ -130,7 +130,6 @@ def test_a_round_in_which_nobody_trains_moves_nothing():
     [
         optimized("fedavg", lambda lr: optax.sgd(lr, 0.9)),
         toy.slow(ALGORITHMS["pfedhn"]),
-        toy.slow(functools.partial(ALGORITHMS["pfedhn"], mode="batched")),
     ],
 )
 def test_no_momentum_moves_the_server_where_nobody_takes_a_step(method):
@@ -228,19 +227,7 @@ def test_a_part_that_the_server_has_not_is_said():
 def test_the_documents_name_the_methods():
     text = (ROOT / "docs" / "command-line.md").read_text()
     [listed] = re.findall(r"Methods that average weights: (.*?)\.\n", text, re.DOTALL)
-    assert sorted(re.findall(r"`(\w+)`", listed.replace("`svd`", ""))) == AVERAGE
-
-
-@pytest.mark.parametrize(
-    "method, options",
-    [
-        ("fedkd", {"svd": True}),
-        ("privacy_pfedc", {"backend": "plain", "encrypt_phi": True}),
-    ],
-)
-def test_an_option_with_which_the_server_keeps_no_mean_is_refused(method, options):
-    with pytest.raises(InputError, match="cannot have a server optimizer"):
-        optimized(ALGORITHMS[method])(toy.method_task(method), **options)
+    assert sorted(re.findall(r"`(\w+)`", listed)) == AVERAGE
 
 
 @pytest.mark.slow

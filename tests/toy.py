@@ -89,6 +89,7 @@ SMALL["feddva"] = {
     "head": "personal",
     "cls": 30.0,
 }
+SMALL["feddbe"] = {"kappa": 2.0}  # the default is for wide features
 METHODS = ALGORITHMS | {
     name: functools.partial(ALGORITHMS[name], **options)
     for name, options in SMALL.items()

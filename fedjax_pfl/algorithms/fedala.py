@@ -92,7 +92,7 @@ def learn(
       (weights, the number of epochs []); none without data.
     """
 
-    def batch(carry: PyTree, batch: Batch) -> PyTree:
+    def batch(carry, batch):
         weights, _, count = carry
         value, slope = jax.value_and_grad(loss)(
             weights, batch, jax.random.fold_in(key, count)
@@ -100,14 +100,14 @@ def learn(
         moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
         return optax.tree.cast_like(moved, weights), value, count + 1
 
-    def epoch(loop: Loop) -> Loop:
+    def epoch(loop):
         weights, recent, epochs, count = loop
         weights, last, count = local_training.fold(
             data, batch, (weights, jnp.float32(0), count), task.batch_size
         )
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
 
-    def goes_on(loop: Loop) -> Array:
+    def goes_on(loop):
         _, recent, epochs, _ = loop
         steady: Array = (epochs > patience.window) & (
             jnp.std(recent) < patience.threshold

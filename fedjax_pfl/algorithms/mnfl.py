@@ -42,7 +42,7 @@ def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
     row."""
     residual = jax.tree.map(jnp.subtract, mix(row, models), w)
 
-    def products(m: Array, r: Array) -> Array:
+    def products(m, r):
         return jnp.dot(
             m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT
         ).astype(row.dtype)

@@ -23,7 +23,6 @@ from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
     Client,
     Metrics,
     Predictor,
@@ -99,7 +98,7 @@ def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
     """The logits [B, C] of a client's model [d, H]; in `pairs` of classes -z and z at
     its two, -inf at the others."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         z = jnp.dot(inputs(x), w)
         if not pairs:
             return z
@@ -118,7 +117,7 @@ def climb(
     w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
     sigma, rho = server["sigma"][c.id, c.id], server["rho"]
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+    def step(key, carry, batch):
         alpha, dw, db = carry
         x, y, row = inputs(batch.x)[0], signs(batch.y[0], c, pairs), batch.row[0]
         new = ascend(alpha[row], y, x, w + rho * dw, sigma / (lam * size), rho)

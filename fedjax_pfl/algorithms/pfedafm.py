@@ -41,9 +41,8 @@ from fedjax_pfl.types import (
 
 
 def small_model(task: Task) -> Model:
-    """The task's shared model; InputError if there is none, its features are not as
-    many as the clients', its extractor has no parameters, or it is not for the clients'
-    inputs and classes."""
+    """Returns the task's shared model; raises InputError if there is none, its features
+    are not as many as the clients', or it is not for their inputs and classes."""
     widths, given = sorted({model.num_features for model in task.models}), task.shared
     if given is None or widths != [given.num_features]:
         raise InputError(
@@ -52,12 +51,6 @@ def small_model(task: Task) -> Model:
             f"{f'it has {given.num_features}' if given else 'it is missing'} and the "
             f"architectures have {widths}: give "
             "all networks one width (--features), and the small model, too."
-        )
-    if not jax.tree.leaves(jax.eval_shape(given.init, jax.random.key(0))["body"]):
-        raise InputError(
-            "pFedAFM shares the extractor of the small model, but this one has no "
-            "parameters there (as `linear`): give "
-            "another (Task.shared, --shared_model)."
         )
     return shared_model.exchanged(task).model
 
@@ -128,7 +121,7 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
     """The logits [B, C, 3] of the head on mixed, own and shared features, which `score`
     scores."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         g, G = (
             features(m, v, part, x, mask=mask)[0]
             for m, part in ((model, "w"), (shared, "theta"))

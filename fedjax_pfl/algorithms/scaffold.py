@@ -83,4 +83,5 @@ def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorit
         default=default,
         server_update=server_update,
         averages=("w",),
+        plain_sgd="its control variate is the path divided by the steps and the rate",
     )

@@ -110,7 +110,7 @@ def learn(
         "small": (small.model, small.split.receive(server, mine["kept"])),
     }
 
-    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
+    def loss(v, batch, key):
         out, stats = {}, {}
         draws = {"own": key, "small": keys.fold(key, keys.Loss.SHARED)}
         for name, (model, _) in models.items():
@@ -122,26 +122,17 @@ def learn(
         value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported
 
-    def separate(lr: Numeric) -> optax.GradientTransformation:
-        one = (
-            task.optimizer(lr)
-            if clip is None
-            else optax.chain(optimizers.clipped(clip), task.optimizer(lr))
-        )
+    def separate(lr):
+        one = task.optimizer(lr)
+        if clip is not None:
+            one = optax.chain(optimizers.clipped(clip), one)
         return optimizers.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
-    v, (_, value) = local_training.sgd(
-        c.key,
-        data,
-        loss,
-        v,
-        task._replace(optimizer=separate),
-        train=parts,
-        has_aux=True,
-    )
+    sgd = local_training.bind(task._replace(optimizer=separate), loss)
+    v, (_, value) = sgd(c, v, data=data, train=parts, has_aux=True)
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
     return upload, {**mine, **v.get("rows", {}), "w": w, "kept": kept}, value

@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl import hyperparameters, optimizers
 from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
+from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
-from fedjax_pfl.types import Algorithm, Array, Task
+from fedjax_pfl.types import Algorithm, Array, PyTree, Task
 
 Traced = dict[str, Array]  # the traced hyperparameters by name
 
@@ -67,9 +70,23 @@ def _check(
                 )
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
+        if made.plain_sgd and not optimizers.plain_sgd(task.optimizer, _examples(task)):
+            raise InputError(
+                f"{hyperparameters.method_name(factory)} needs plain SGD, without "
+                f"momentum, clipping or schedule: {made.plain_sgd}."
+            )
     except ArchitectureError:
         name = hyperparameters.method_name(factory)
         raise InputError(
             f"{name} needs clients of one architecture, got {len(task.models)}: "
             f"methods for several are {', '.join(SEVERAL_ARCHITECTURES)}."
         ) from None
+
+
+def _examples(task: Task) -> PyTree:
+    """Returns a small tree with the structure of a model's parameters."""
+    shapes = jax.eval_shape(task.models[0].init, jax.random.key(0))
+    return {
+        part: jax.tree.map(lambda x: np.zeros((1,) * x.ndim, np.float32), shapes[part])
+        for part in BODY_AND_HEAD
+    }

@@ -257,7 +257,7 @@ def _typed(known: Hyperparameter, value: Any) -> Any:
             value.lower() == "none" and known.optional and "none" not in known.choices
         )
         value = None if none else parse(known.kind, known.name, value)
-    return value if known.recorded is None else known.recorded.value(value)
+    return value
 
 
 def parse(kind: Any, name: str, value: str) -> Any:

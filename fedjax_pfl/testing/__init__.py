@@ -40,8 +40,9 @@ def check(rule: str, s: Subject) -> None:
     try:
         RULES[rule](s)
     except (ContractViolation, InputError) as error:
+        meaning = " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")
         sentence = (
-            f"{method_name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): "
+            f"{method_name(s.factory)} breaks the rule {rule!r} ({meaning}): "
             f"{str(error).rstrip('.')}."
         )
         raise ContractViolation(sentence) from None
@@ -77,7 +78,3 @@ def check_algorithm(
     made = subject(factory, given)
     for rule in RULES:
         check(rule, made)
-
-
-def _sentence(rule: str) -> str:
-    return " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")

@@ -292,7 +292,8 @@ def dtype(s: Subject) -> None:
         return model._replace(init=init)
 
     # which keeps an average in the gradient's types
-    momentum = lambda lr: optax.sgd(lr, 0.9)
+    decay = None if s.factory(s.task).plain_sgd else 0.9
+    momentum = lambda lr: optax.sgd(lr, decay)
     made = program.parts(
         s.factory,
         s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum),

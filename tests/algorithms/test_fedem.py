@@ -226,30 +226,6 @@ def test_the_prediction_mixes_probabilities():
     )
 
 
-def test_refitting_finds_the_weights_of_a_client_that_never_trained():
-    pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-
-    def outputs(refit):
-        cohort = Cohort(F, TASK, ids, ids >= 0, **here)
-        predict = factory(TASK, refit=refit).predict
-        client = lambda c, row: predict(THETA, row, c)(
-            jnp.asarray(X), jnp.ones(7, bool)
-        )
-        return np.asarray(
-            jax.jit(lambda mine: cohort.map(client, mine)[0])(
-                toy.rows(state_of(THETA, pi).clients, [1])
-            )
-        )
-
-    plain, refitted = outputs(0), outputs(2)
-    assert_close(plain, mixed(pi))
-    for _ in range(2):
-        pi = e_step_of(1, THETA, pi)[1]
-    assert_close(refitted, mixed(pi), 1e-5)
-    assert np.abs(refitted - plain).max() > 0.01
-
-
 def test_components_begin_apart_and_the_first_as_fedavgs_model():
     begin, first = jax.jit(lambda: (factory(TASK).init(KEY), TASK.model.init(KEY)))()
     assert_same(toy.rows(begin.server, 0), first)
@@ -278,9 +254,7 @@ def test_batch_norm(bn_stats):
     assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"components": 0}, {"average": "some"}, {"refit": -1}]
-)
+@pytest.mark.parametrize("wrong", [{"components": 0}, {"average": "some"}])
 def test_bad_input(wrong):
     with pytest.raises(InputError):
         factory(TASK, **wrong)

@@ -11,14 +11,14 @@ import pytest
 import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import aggregate, models, simulate
+from fedjax_pfl import aggregate, models
 from fedjax_pfl.algorithms import ALGORITHMS, public_data
 from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, mixtures
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Client, Data, Examples, State
+from fedjax_pfl.types import State
 
 MLP, NORM = toy.task(), toy.task("norm")
 # one step on all of a client's examples: their order does not matter
@@ -79,16 +79,12 @@ def test_the_gradient_and_a_step_have_the_golden_numbers():
     np.testing.assert_allclose(np.concatenate(kl), [0.09233152, 0.04985676], atol=1e-7)
 
 
-def test_the_distance_of_a_space_has_the_golden_numbers():
+def test_the_distance_has_the_golden_numbers():
     target, z = jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[0])
     distance = functools.partial(mixtures.distance, temperature=1.0)
     for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
-        found = distance(target, z, space="prob", reduction=reduction)
+        found = distance(target, z, reduction=reduction)
         np.testing.assert_allclose(found, [value], atol=1e-7)
-    moved = z + jnp.array([[1, -3]])
-    np.testing.assert_allclose(
-        distance(moved, z, space="logit", reduction="mean"), [2], rtol=1e-6
-    )
 
 
 def test_similarities_have_the_golden_numbers():
@@ -297,94 +293,6 @@ def test_public_examples_on_the_server_travel():
     assert_same(at["server"]._replace(public_data=None), at["clients"])
 
 
-@pytest.mark.slow
-def test_where_public_labels_are_learned_first_all_travel_in_round_0():
-    task = toy.task(public_classes=C)
-    sent = toy.train(
-        "fedmd", task, 2, public_at="server", public_epochs=1, public_size=3
-    ).metrics.traffic
-    np.testing.assert_array_equal(
-        sent.public_data, [[PUBLIC * SHAPE[0]] * N, [3 * SHAPE[0]] * N]
-    )
-    np.testing.assert_array_equal(sent.ints, [[3 + PUBLIC] * N, [3] * N])
-
-
-def test_a_pool_that_an_int32_cannot_count_is_refused():
-    images = MLP._replace(
-        public=jax.ShapeDtypeStruct((200_000, 64, 64, 3), jnp.float32)
-    )
-    toy.METHODS["fedmd"](images, public_at="server")
-    for options in ({"public_epochs": 1}, {"public_size": 200_000}):
-        with pytest.raises(InputError, match="numbers or more in a round"):
-            toy.METHODS["fedmd"](images, public_at="server", **options)
-
-
-LABELLED = MLP._replace(public_classes=3)
-
-
-@functools.cache
-def labelled_round(public_epochs, order):
-    options = {
-        "passes": 0,
-        "public_epochs": public_epochs,
-        "order": order,
-        "warmup_epochs": 0,
-    }
-    options["public_lr"] = MLP.lr  # traced
-    program = toy.program(ALGORITHMS["fedmd"], LABELLED, options)
-    return program.traced, jax.jit(program.round)
-
-
-def labelled(public_epochs, t, order, **numbers):
-    """The state after round t, from the state after round 0's."""
-    traced, step = labelled_round(public_epochs, order)
-    state = toy.train("local", MLP, rounds=1).state._replace(server={})
-    return step(
-        jax.random.key(5),
-        traced | numbers,
-        toy.federation(),
-        state,
-        jnp.int32(t),
-        jnp.bool(False),
-    )[0].clients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["paper", toy.slow("code")])
-def test_public_labels_are_learnt_before_round_0_only(order):
-    """At a rate of 0 nothing is; the outputs of the public classes are gone
-    afterwards."""
-    without, still = labelled(0, 0, order), labelled(2, 0, order, public_lr=0.0)
-    assert_same(still, without)
-    assert trees_differ(labelled(2, 0, order), without)
-    assert_same(labelled(2, 1, order), labelled(0, 1, order))
-
-
-def test_training_on_public_labels_fits_them():
-    """The loss of the joint outputs falls: seen through the body, from which a new
-    linear layer tells the labels."""
-    f = toy.federation()
-    y = np.arange(PUBLIC) % 3
-    x = np.asarray(f.public.x) + 4 * np.eye(3, SHAPE[0])[y]
-    pool = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
-    data = Data(pool, jnp.arange(PUBLIC), jnp.int32(PUBLIC), MLP.prepare)
-    c = Client(0, jax.random.key(0), data, data, data, data, None, MLP.model, 0)
-    w = MLP.model.init(jax.random.key(1))
-    task = LABELLED._replace(public=jax.ShapeDtypeStruct(x.shape, x.dtype), lr=0.1)
-    trained = jax.jit(lambda w: public_data.pretrain(c, w, task, 60))(w)
-    assert jax.tree.structure(trained) == jax.tree.structure(w)
-    private = lambda w: np.mean(jax.nn.logsumexp(MLP.model.apply(w, pool.x)[0], axis=1))
-    # the private outputs lose against the public ones
-    assert private(trained) < private(w) - 0.5
-
-
-def test_public_labels_without_meaning_are_one_sentence():
-    with pytest.raises(
-        InputError, match=r"needs their labels, and the task.s pool has none"
-    ):
-        simulate.program(ALGORITHMS["fedmd"], MLP, {"public_epochs": 1})
-
-
 @pytest.mark.parametrize("still", [{"rho": 1e12}, {"lam": 0.0}])
 def test_mnfl_keeps_uniform_coefficients(still):
     a = toy.train("mnfl_het", MLP, coef_lr=1.0, **still).state.server["coefficients"]
@@ -475,7 +383,7 @@ def test_different_architectures_learn_from_each_other():
     task = toy.task(
         models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32)
     )
-    got = toy.train("fedmd", task, rounds=8, space="logit", public_size=7)
+    got = toy.train("fedmd", task, rounds=8, public_size=7)
     assert got.metrics.loss[-1].mean() < 0.5 * got.metrics.loss[0].mean()
     gap = got.metrics.clients["transfer_loss"]
     assert np.all(np.isfinite(gap)) and np.all(gap > 0)
@@ -611,18 +519,6 @@ def test_a_client_without_examples_neither_teaches_nor_learns():
     a, others = got.metrics.server["coefficients"][0], np.arange(N) != 3
     np.testing.assert_array_equal([a[3], a[:, 3]], np.float32(1 / N))
     assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
-
-
-def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
-    seen, sgd = [], public_data.local_training.sgd
-
-    def noted(*given, **options):
-        seen.append(options.get("train"))
-        return sgd(*given, **options)
-
-    monkeypatch.setattr(public_data.local_training, "sgd", noted)
-    simulate.program(ALGORITHMS["fedmd"], LABELLED, {"public_epochs": 1})
-    assert ("body", "head", "public") in seen
 
 
 def test_the_coefficients_of_one_client_are_not_called_idle():

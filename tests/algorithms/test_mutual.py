@@ -14,7 +14,6 @@ from toy import C, N, assert_close, assert_same
 
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
-from fedjax_pfl.algorithms.mutual import compress, low_rank
 from fedjax_pfl.algorithms.shared_model import Outputs, divergence
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.optimizers import clipped
@@ -186,69 +185,6 @@ def test_fedkd_twins_start_as_the_labels_alone():
         np.testing.assert_allclose(by_h, 0, atol=1e-7)
 
 
-@pytest.mark.parametrize("energy, rank", [(0.90, 2), (0.95, 3), (0.5, 1), (0.999, 3)])
-def test_rank_of_singular_values_3_2_1(energy, rank):
-    u, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
-    v, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
-    x = (u * [3, 2, 1] @ v.T).astype(np.float32)
-    near, count = low_rank(x, energy)
-    assert count == rank * (9 + 9 + 1)
-    assert_close(near, np.float32(u * ([3, 2, 1] * (np.arange(3) < rank)) @ v.T), 1e-5)
-
-
-def test_rank_is_the_least_that_keeps_the_energy():
-    # a convolution's kernel: [24, 20]
-    x = RNG.normal(size=(3, 4, 2, 20)).astype(np.float32)
-    s = np.linalg.svd(x.reshape(24, 20), compute_uv=False) ** 2
-    for energy in (0.3, 0.6, 0.9, 1.0):
-        rank = min(
-            r for r in range(1, 21) if s[:r].sum() >= energy * s.sum() * (1 - 1e-6)
-        )
-        near, count = low_rank(x, energy)
-        assert count == min(x.size, rank * 45)
-        assert near.shape == x.shape
-        if count == x.size:
-            assert_same(near, x)
-    assert low_rank(jnp.zeros((4, 4)), 0.9)[1] == 0
-    assert low_rank(x, 1e-9)[1] == 45  # the first singular value is always sent
-
-
-def test_all_energy_has_the_small_singular_values_too():
-    u, v = (np.linalg.qr(RNG.normal(size=(100, 100)))[0] for _ in range(2))
-    x = (u * 0.5 ** np.arange(100) @ v.T).astype(np.float32)
-    near, count = low_rank(x, 1.0)
-    assert count < x.size / 2 and np.linalg.norm(near - x) < 1e-5 * np.linalg.norm(x)
-
-
-def test_compressed_to_all_energy_is_the_model():
-    old = {"k": RNG.normal(size=(30, 40)).astype(np.float32), "b": Z[0][0]}
-    flat = RNG.normal(size=(30, 2)) @ RNG.normal(size=(2, 40))
-    new = {"k": old["k"] + flat.astype(np.float32), "b": Z[1][0]}
-    near, count = compress(new, old, 1.0)
-    assert_close(near["b"], new["b"])
-    assert np.linalg.norm(near["k"] - new["k"]) < 1e-5 * np.linalg.norm(flat)
-    assert count <= 30 * 40 + C
-    assert compress(new, old, 0.99)[1] == 2 * (30 + 40 + 1) + C
-
-
-def test_fedkd_with_svd_sends_less_and_with_all_energy_the_same():
-    wide = toy.task(
-        shared=toy.models.model(
-            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
-        )
-    )
-    plain = toy.train("fedkd", wide, 2)
-    whole = toy.train("fedkd", wide, 2, svd=True, energy_start=1.0, energy_end=1.0)
-    assert_close(whole.state, plain.state, 2e-5)
-    few = toy.train("fedkd", wide, 2, svd=True, energy_start=0.5, energy_end=0.5)
-    sizes, vectors = np.array([24 + 6 + 1, 24 + 4 + 1]), 24 + 4
-    for x in (*few.metrics.traffic.up.ravel(), *few.metrics.traffic.down.ravel()):
-        ranks = [
-            (a, b) for a in range(5) for b in range(4) if (a, b) @ sizes + vectors == x
-        ]
-        assert ranks and x < plain.metrics.traffic.up.min()
-
-
 # ----------------------------------------------------------------------------------------------
 # FedAPEN
 
@@ -408,36 +344,6 @@ def test_fml_clips_the_gradient_of_each_model():
             *(toy.rows(state.clients["w"], i) for state in (got.state, got.begin))
         )
         np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
-    seen, whole = set(), mutual.compress
-
-    def noted(new, old, energy):
-        jax.debug.callback(lambda energy: seen.add(round(float(energy), 4)), energy)
-        return whole(new, old, energy)
-
-    monkeypatch.setattr(mutual, "compress", noted)
-    method = functools.partial(ALGORITHMS["fedkd"])  # compiled anew
-    toy.train(method, toy.task(rounds=4), 5, svd=True, energy_start=0.5, energy_end=0.9)
-    jax.effects_barrier()
-    assert seen == {0.6, 0.7, 0.8, 0.9}  # the fifth round is beyond the task's
-
-
-@pytest.mark.slow  # what can be sent is above
-def test_fedkd_with_svd_counts_what_each_sends():
-    wide = toy.task(
-        shared=toy.models.model(
-            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
-        )
-    )
-    m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
-    np.testing.assert_array_equal(m.traffic.up, m.clients["scalars_up"])
-    np.testing.assert_array_equal(
-        m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1)
-    )
-    assert np.any(m.traffic.up != m.traffic.down)
 
 
 @pytest.mark.slow  # the contract scores a client that trains alone

@@ -95,7 +95,7 @@ def _chain(variables: PyTree) -> list[Layer | None]:
 def _pairs(variables: PyTree, chain: list[Path]) -> list[Layer | None]:
     """The layers of a chain but the last, None where two do not fit."""
 
-    def layer(path: Path, reader: Path) -> Layer | None:
+    def layer(path, reader):
         norms: list[Path] = [("norms", path[-1])] if path[1] == "convs" else []
         group = _group(variables, [path], norms, [reader])
         return Layer((group,), (group,)) if group else None
@@ -230,7 +230,7 @@ def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
       order: [width] int32.
     """
 
-    def moved(path: tuple[jax.tree_util.DictKey, ...], x: Array) -> Array:
+    def moved(path, x):
         if _keys(path) in group.tensors:
             x = x[..., order]
         if _keys(path) in group.readers:
@@ -277,12 +277,12 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
     first = jnp.tile(jnp.arange(rows.shape[1], dtype=jnp.int32), (rows.shape[0], 1))
 
     def sweep(
-        carry: tuple[Array, Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array]:
+        carry,
+    ):
         n, _, total, before = carry
         queue = jnp.lexsort((ids, priority[:, n], ~here))
 
-        def turn(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        def turn(i, so_far):
             s = queue[i]
             return lax.cond(
                 here[s] & ((n > 0) | (s != start)),
@@ -290,7 +290,7 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
                 lambda: so_far,
             )
 
-        def again(s: Array, total: Array, orders: Array) -> tuple[Array, Array]:
+        def again(s, total, orders):
             rest = jnp.where(n > 0, total - rows[s][orders[s]], total)
             # the squares in ||x - g||^2 add up to the same for every assignment, and a
             # mean orders them as a sum does
@@ -314,7 +314,7 @@ def _assignment(gain: Array) -> Array:
     # imported here: it takes a sixth of a command's start
     from scipy.optimize import linear_sum_assignment
 
-    def solve(gain: np.ndarray) -> np.ndarray:
+    def solve(gain):
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
         return np.asarray(columns, np.int32)
 

@@ -43,19 +43,14 @@ class Rule(NamedTuple):
     start: float | None = None
 
 
-def distance(
-    target: Array, z: Array, temperature: Numeric, space: str, reduction: str
-) -> Array:
-    """Computes the loss of each row, [B]: KL(target || softmax(z / T)), or the absolute
-    error.
+def distance(target: Array, z: Array, temperature: Numeric, reduction: str) -> Array:
+    """Computes the loss of each row, [B]: KL(target || softmax(z / T)).
 
     Args:
-      target: [B, C], probabilities, or logits if the space is "logit".
+      target: probabilities [B, C].
       z: logits [B, C].
       reduction: "mean" divides the divergence by the number of classes.
     """
-    if space == "logit":
-        return jnp.mean(jnp.abs(z - target), axis=-1)
     kl = divergence(target, z, temperature)
     return kl / z.shape[-1] if reduction == "mean" else kl
 

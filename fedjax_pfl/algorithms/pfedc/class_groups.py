@@ -174,12 +174,12 @@ def branch_loss(
     """
     model = task.model
 
-    def each(z: Array, batch: Batch) -> tuple[Array, Array]:
+    def each(z, batch):
         return task_losses(b, z, batch.y, batch.mask, task_loss)
 
     # a duality gap of 1e-5 is below the noise of shorter products
-    @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
-    def weights(z: Array, kernel: Array, batch: Batch) -> tuple[Array, Array]:
+    @jax.default_matmul_precision("highest")
+    def weights(z, kernel, batch):
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
@@ -190,9 +190,7 @@ def branch_loss(
             alpha = min_norm_weights(gram(b, residual, kernel), values, on, normalise)
         return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
-    def loss(
-        variables: PyTree, batch: Batch, key: Array
-    ) -> tuple[Array, PyTree, dict[str, Array]]:
+    def loss(variables, batch, key):
         h, stats = model.features(
             variables, batch.x, mask=batch.mask, train=True, key=key
         )
@@ -243,7 +241,7 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     rows = samples(b, y, mask) & held[None]  # [B, T]
     truth, yes = hit @ b.member.T, (z > 0) @ b.member.T  # [B, T], of use where open
 
-    def best(allowed: Array) -> Array:
+    def best(allowed):
         return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1)
 
     # argmax would name the first NaN, and class 0 where the client holds none
