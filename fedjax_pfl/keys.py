@@ -90,6 +90,7 @@ class Loss(Stream):
         "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner "
         "steps, + their number",
     )
+    NOISE = 0x6E04, "differential privacy: the noise on a step's gradient"
 
 
 class Init(Stream):

@@ -1,6 +1,7 @@
 """One client's training: shuffling, batching, masks, steps. The only file that scans
 over batches."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -152,7 +153,8 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps, and no batch consists of padding only.
+    exactly its own steps, and no batch consists of padding only. With a `data.size`
+    that is a Python integer, and `epochs`, the loop has a derivative in reverse mode.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
@@ -185,7 +187,9 @@ def steps(
             jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size))
             for key in draws
         ]
-        count = jnp.minimum(per_epoch, total - e * per_epoch)
+        count = per_epoch
+        if steps is not None or isinstance(per_epoch, jax.Array):
+            count = jnp.minimum(per_epoch, total - e * per_epoch)
         return jax.lax.fori_loop(
             0, count, lambda s, loop: one(e, orders, s, loop), loop
         )
@@ -318,13 +322,14 @@ def sgd(
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         params, stats, opt = carry
 
-        def objective(params: PyTree) -> tuple[Array, PyTree]:
+        def objective(params: PyTree, batch: Batch) -> tuple[Array, PyTree]:
             value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
             return value, others
 
-        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(
-            params
-        )
+        compute = jax.value_and_grad(objective, has_aux=True)
+        if task.per_example is not None:
+            compute = functools.partial(_per_example, task.per_example, compute, key)
+        (value, (stats, *aux)), grads = compute(params, batch)
         if extra is not None:
             grads = trees.add(grads, extra(params))
         updates, opt = optimizer.update(grads, opt, params)
@@ -334,6 +339,34 @@ def sgd(
     carry = (params, variables["stats"], optimizer.init(params))
     carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
+
+
+def _per_example(
+    rule: Callable[[Array, PyTree, Array], PyTree],
+    compute: Callable[[PyTree, Batch], tuple[tuple[Array, PyTree], PyTree]],
+    key: Array,
+    params: PyTree,
+    batch: Batch,
+) -> tuple[tuple[Array, PyTree], PyTree]:
+    """Returns the results of `compute` with rule(key, gradients [B, ...], mask) in
+    place of the gradient of a batch."""
+    if batch.mask.shape != batch.row.shape:
+        raise InputError("gradients per example need one label per example.")
+
+    def one(x: Array, y: Array, row: Array) -> tuple[tuple[Array, PyTree], PyTree]:
+        alone = Batch(x[None], y[None], jnp.ones(1, bool), row[None])
+        return compute(params, alone)
+
+    (values, others), grads = jax.vmap(one)(batch.x, batch.y, batch.row)
+    if jax.tree.leaves(others[0]):
+        raise InputError(
+            "gradients per example need a model without running statistics."
+        )
+    mean = lambda x: jax.vmap(losses.masked_mean, (-1, None), -1)(
+        x.reshape(len(batch.row), -1), batch.mask
+    ).reshape(x.shape[1:])
+    shown = jax.tree.map(mean, (values, others))
+    return shown, rule(keys.fold(key, keys.Loss.NOISE), grads, batch.mask)
 
 
 def bind(task: Task, loss: Loss | None = None) -> Callable[..., tuple[PyTree, Any]]:

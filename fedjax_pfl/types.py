@@ -156,6 +156,9 @@ class Task(NamedTuple):
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     # (key, x) -> x, on training batches
     augment: Callable[[Array, Array], Array] | None = None
+    # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
+    # None: that of the mean loss
+    per_example: Callable[[Array, PyTree, Array], PyTree] | None = None
     # batch norm's statistics are averaged; "local": each client's own; "batch": none
     bn_stats: str = "aggregate"
     # [C] -> superclass, where the data set has them

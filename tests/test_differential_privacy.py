@@ -122,3 +122,36 @@ def test_epsilon_is_the_accountants():
     assert fixed[0] < fixed[1]
     with pytest.raises(InputError, match="sampling"):
         dp.epsilon(1, noise=1.0, clients=10, cohort=5, sampling="some")
+
+
+def test_gradients_per_example_are_clipped_and_noisy():
+    rule = dp.per_example(clip=1.0, noise=0.0)
+    gradients = {"a": jnp.float32([[3, 0], [0, 0.5], [9, 9]]), "b": jnp.zeros((3, 1))}
+    mask = jnp.array([True, True, False])
+    found = rule(jax.random.key(0), gradients, mask)
+    assert_same(found, {"a": jnp.float32([0.5, 0.25]), "b": jnp.zeros(1)})
+    many = {"a": jnp.zeros((2, 4000))}
+    noisy = dp.per_example(2.0, 3.0)(jax.random.key(1), many, jnp.ones(2, bool))
+    assert abs(jnp.std(noisy["a"]) - 3) < 0.15
+
+
+def test_without_clipping_examples_train_as_batches():
+    plain = toy.train("ditto", toy.task(), rounds=1)
+    alone = toy.task(per_example=dp.per_example(LARGE, 0.0))
+    toy.assert_close(toy.train("ditto", alone, rounds=1).state, plain.state, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedproto", "fedala"])
+def test_examples_seen_otherwise_are_refused_by_name(method):
+    given = toy.task(per_example=dp.per_example(1.0, 1.0))
+    with pytest.raises(InputError, match=f"{method} cannot have gradients per example"):
+        simulate.program(method, given)
+    simulate.program("fedrep", given)
+
+
+def test_epsilon_of_examples_is_that_of_the_smallest_client():
+    pytest.importorskip("dp_accounting")
+    given = toy.task(sizes=np.array([40, 400, 4000, 40, 40]), epochs=1)
+    options = {"delta": 1e-4, "sampling": "poisson"}
+    alone = dp.epsilon(30, noise=2.0, clients=40, cohort=4, **options)
+    assert dp.example_epsilon(given, 3, noise=2.0, delta=1e-4) == alone

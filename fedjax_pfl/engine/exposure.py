@@ -11,8 +11,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine import contract, program
+from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.cohort import Transform
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import Algorithm, Array, Cohort, PyTree, State, Task
 
 
@@ -34,6 +36,7 @@ def held(key: Array, upload: PyTree, default: PyTree) -> PyTree:
 
 
 def exposed(
+    parts: Callable[..., Any],
     factory: Callable[..., Algorithm],
     task: Task,
     hparams: dict[str, Any],
@@ -45,9 +48,12 @@ def exposed(
     With `transform=held` the leaves of `server` are those reached by a way other than
     the uploads of `Cohort.mean`. The numbers of examples and the class counts of the
     clients are not among the data.
+
+    Args:
+      parts: `program.parts`.
     """
     seen: list[list[PyTree]] = []
-    on = program.parts(_spied(factory, seen), task, hparams, transform=transform)
+    on = parts(_spied(factory, seen), task, hparams, transform=transform)
     key = jax.eval_shape(lambda: jax.random.key(0))
     values = dict.fromkeys(on.traced, jax.ShapeDtypeStruct((), jnp.result_type(float)))
     state, f = jax.eval_shape(on.init, key, values), contract.abstract(task)
@@ -69,11 +75,37 @@ def exposed(
     closed, (server, traffic) = jax.make_jaxpr(round, return_shape=True)(*inputs)
     names = [name for name, _ in trees.named_shapes(server)]
     secret = len(jax.tree.leaves(private))
-    leaks = [n for i, n in enumerate(names) if any(_needed(closed, i)[1][:secret])]
+    reads = (_read(closed.jaxpr, {i}) for i in range(len(names)))
+    leaks = [
+        n
+        for n, read in zip(names, reads, strict=True)
+        if min(read, default=secret) < secret
+    ]
     given = jax.tree.leaves(_filled(task, inputs))
     at = len(names) + 1  # Traffic.up follows Traffic.down
     up = _evaluated(closed, at, given, secret)
     return Exposed(seen, leaks, up, traffic.encrypted is not None)
+
+
+def check_per_example(
+    parts: Callable[..., Any],
+    factory: Callable[..., Algorithm],
+    task: Task,
+    hparams: dict[str, Any],
+) -> None:
+    """Raises InputError unless the server sees examples only through gradients that
+    `task.per_example` has replaced."""
+    zeros = lambda key, gradients, mask: jax.tree.map(
+        lambda x: jnp.zeros(x.shape[1:], x.dtype), gradients
+    )
+    blind = task._replace(per_example=zeros)
+    found = exposed(parts, factory, blind, hparams, transform=None)
+    if found.server:
+        raise InputError(
+            f"{method_name(factory)} cannot have gradients per example: the server's "
+            f"{found.server[0]!r} depends on examples by another way than the "
+            "gradients of local_training.sgd."
+        )
 
 
 def _spied(
@@ -93,6 +125,55 @@ def _spied(
         return method._replace(round=round)
 
     return make
+
+
+def _read(jaxpr: Any, outputs: set[int]) -> set[int]:
+    """Returns the inputs of a jaxpr on which some of its outputs depend."""
+    live = {id(jaxpr.outvars[i]) for i in outputs}
+    for eqn in reversed(jaxpr.eqns):
+        wanted = {i for i, x in enumerate(eqn.outvars) if id(x) in live}
+        if wanted:
+            live |= {id(eqn.invars[i]) for i in _read_by(eqn, wanted)}
+    return {i for i, x in enumerate(jaxpr.invars) if id(x) in live}
+
+
+def _read_by(eqn: Any, outputs: set[int]) -> set[int]:
+    """Returns the inputs of an equation on which some of its outputs depend."""
+    params, name, count = eqn.params, eqn.primitive.name, len(eqn.invars)
+    if name == "scan":
+        first, body = params["num_consts"], params["jaxpr"].jaxpr
+        carried = params["num_carry"]
+        return _looped(body, outputs, carried, lambda i: first + i)
+    if name == "while":
+        start, body = params["cond_nconsts"], params["body_jaxpr"].jaxpr
+        first, cond = params["body_nconsts"], params["cond_jaxpr"].jaxpr
+        tested = _read(cond, {0})
+        carried = {i - start for i in tested if i >= start}
+        read = _looped(body, outputs | carried, count, lambda i: first + i)
+        return {start + i for i in read} | {i for i in tested if i < start}
+    if name == "cond":
+        each = [_read(branch.jaxpr, outputs) for branch in params["branches"]]
+        return {0} | {1 + i for read in each for i in read}
+    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("call")))
+    inner = getattr(inner, "jaxpr", inner)
+    if inner is not None and len(inner.invars) == count:
+        return _read(inner, outputs)
+    return set(range(count))
+
+
+def _looped(
+    body: Any, outputs: set[int], carried: int, at: Callable[[int], int]
+) -> set[int]:
+    """Returns the inputs read in a loop whose first `carried` outputs are its inputs
+    at(0), at(1), ... of the next turn; all that are wanted are outputs, too."""
+    wanted = set(outputs)
+    while True:
+        read = _read(body, wanted)
+        back = {i for i in range(min(carried, len(body.outvars))) if at(i) in read}
+        if back <= wanted:
+            # the first values of what is carried are read even if the body does not
+            return read | {at(i) for i in wanted if i < carried}
+        wanted |= back
 
 
 def _needed(closed: ClosedJaxpr, output: int) -> tuple[Any, list[bool]]:

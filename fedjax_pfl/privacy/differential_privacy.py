@@ -13,12 +13,13 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from annotated_types import Ge, Gt, Interval
 
-from fedjax_pfl import architectures, keys, trees, uploads
-from fedjax_pfl.engine import exposure, validate
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl import architectures, keys, local_training, trees, uploads
+from fedjax_pfl.engine import exposure, program, validate
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.hyperparameters import method_name, shared
 from fedjax_pfl.types import (
     Algorithm,
@@ -105,7 +106,10 @@ def check_covered(
     factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any]
 ) -> None:
     """Raises InputError unless all that clients send is one upload of `Cohort.mean`."""
-    name, found = method_name(factory), exposure.exposed(factory, task, hparams)
+    name, found = (
+        method_name(factory),
+        exposure.exposed(program.parts, factory, task, hparams),
+    )
     refused = f"{name} cannot have differential privacy: "
     if not any(jax.tree.leaves(found.uploads)):
         raise InputError(f"{refused}clients send nothing through cohort.mean.")
@@ -232,6 +236,66 @@ def _check_mean(name: str, weight: PyTree, default: PyTree, combine: Any) -> Non
             f"{refused}it averages running statistics, which noise makes negative: "
             "use bn_stats='local'."
         )
+
+
+def per_example(clip: float, noise: float) -> Callable[[Array, PyTree, Array], PyTree]:
+    """Returns the rule of DP-SGD, as `Task.per_example`: gradients clipped per example,
+    and Gaussian noise on their sum.
+
+    `simulate.program` refuses a method whose server sees examples by another way.
+    Running statistics are not covered. `example_epsilon` gives the guarantee.
+
+    Args:
+      clip: largest L2 norm of the gradient of one example.
+      noise: standard deviation of the noise on the sum, in clipping norms.
+    """
+    check("clip", clip, 0, math.inf, open_low=True)
+    check("noise", noise, 0, math.inf)
+
+    def rule(key: Array, gradients: PyTree, mask: Array) -> PyTree:
+        leaves, structure = jax.tree.flatten(gradients)
+        valid = [jnp.where(trees.expand(mask, x.ndim), x, 0) for x in leaves]
+        total, _ = optax.per_example_global_norm_clip(valid, clip)
+        draws = uploads.random_like(key, total)
+        count = jnp.maximum(jnp.sum(mask), 1)
+        noisy = [
+            (x + noise * clip * z) / count for x, z in zip(total, draws, strict=True)
+        ]
+        return jax.tree.unflatten(structure, noisy)
+
+    return rule
+
+
+def example_epsilon(
+    task: Task,
+    rounds: int,
+    *,
+    noise: float,
+    delta: float | None = None,
+    trainings: int = 1,
+) -> float:
+    """Computes the epsilon of (epsilon, delta)-differential privacy of examples, the
+    largest over the clients.
+
+    Each client is taken to be in all rounds, and each step to draw every example of a
+    client independently with probability B / n (Poisson), as is usual for DP-SGD:
+    batches of shuffled examples have no better bound that is known.
+
+    Args:
+      noise: as of `per_example`.
+      delta: default n^-1.1 of the client with the most examples.
+      trainings: runs of the task's local work in one round of the method, 2 for Ditto.
+    """
+    sizes = np.asarray(task.sizes)
+    steps, _ = local_training.planned(task, sizes)
+    delta = float(np.max(sizes)) ** -1.1 if delta is None else delta
+    of = {(int(n), int(count)) for n, count in zip(sizes, steps, strict=True) if count}
+    options: dict[str, Any] = {"delta": delta, "sampling": "poisson", "noise": noise}
+    return max(
+        epsilon(rounds * count * trainings, clients=n, cohort=min(task.batch_size, n),
+                **options)
+        for n, count in of
+    )  # fmt: skip
 
 
 def accounting() -> Any:
