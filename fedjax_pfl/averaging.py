@@ -45,18 +45,23 @@ class Phase(NamedTuple):
 
 
 def params(variables: PyTree) -> PyTree:
-    """A model's parameters, without its running statistics."""
+    """Returns a model's parameters, without its running statistics."""
     return {part: variables[part] for part in BODY_AND_HEAD}
 
 
 def predictor(model: Model, variables: PyTree) -> Predictor:
-    """The logits of a model with these variables."""
-    return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
+    """Returns the logits of a model with these variables, as a partial of `logits`."""
+    return functools.partial(logits, model, variables)
+
+
+def logits(model: Model, variables: PyTree, x: Array, mask: Array) -> Array:
+    """Returns the logits [B, C] of a model, with the running statistics in use."""
+    return model.apply(variables, x, mask=mask, train=False)[0]
 
 
 def paired(model: Model, personal: PyTree, other: PyTree) -> Predictor:
-    """The logits [B, C, 2] of a model with a client's personal variables and with
-    others, that `score_paired` scores."""
+    """Returns the logits [B, C, 2] of a model with a client's personal variables and
+    with others, that `score_paired` scores."""
     return lambda x, mask: jnp.stack(
         [predictor(model, w)(x, mask) for w in (personal, other)], axis=-1
     )
@@ -70,8 +75,8 @@ def score_paired(
     *,
     names: tuple[str, ...] = ("global",),
 ) -> Scores:
-    """The scores of the personal logits outputs[..., 0], and under `global_*` (or other
-    names) of those that follow."""
+    """Returns the scores of the personal logits outputs[..., 0], and under
+    `global_*` (or other names) of those that follow."""
     found = evaluation.classification(outputs[..., 0], y, mask, c)
     for i, name in enumerate(names, start=1):
         other = evaluation.accuracies(outputs[..., i], y, mask, c)
@@ -101,7 +106,7 @@ class Split(NamedTuple):
     def init(
         self, key: Array, extra: Callable[[PyTree], dict[str, PyTree]] | None = None
     ) -> State:
-        """The common start: what the server has, and the clients' rows
+        """Returns the common start: what the server has, and the clients' rows
         (`architectures.stack`).
 
         Args:
@@ -135,14 +140,14 @@ class Split(NamedTuple):
         return State(starts[0][0], architectures.stack(self.task, lambda _: next(rows)))
 
     def receive(self, server: PyTree, own: PyTree) -> PyTree:
-        """The client's variables, of what the server sends and what the client has
-        kept."""
+        """Returns the client's variables, of what the server sends and what the
+        client has kept."""
         return trees.overlay(own, server)
 
     def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
-        """(what is sent, what is kept) of the variables, each with None in place of the
-        other's leaves; of several architectures what is sent has only what they
-        share."""
+        """Computes (what is sent, what is kept) of the variables, each with None in
+        place of the other's leaves; of several architectures what is sent has only
+        what they share."""
         own, shared = trees.partition(variables, self.personal[group])
         return (shared if len(self.task.models) == 1 else trees.pruned(shared)), own
 

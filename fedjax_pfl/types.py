@@ -354,18 +354,6 @@ class Traffic(NamedTuple):
     public_data: Array | None = None
 
 
-class Idle(NamedTuple):
-    """When a part of a method does nothing: while a server's metric is near one
-    value."""
-
-    metric: str  # its name in Metrics.server
-    at: float  # the value at which the part does nothing
-    within: float  # the largest distance to it that counts as nothing
-    # what the method then amounts to, and what makes the part act: a sentence with its
-    # full stop
-    what: str
-
-
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
@@ -405,5 +393,3 @@ class Algorithm(NamedTuple):
     plain_sgd: str = ""
     # keys of State.server, means of parameters that a server optimizer may update
     averages: tuple[str, ...] = ()
-    # when a part of the method does nothing, by the server's metrics
-    idle: tuple[Idle, ...] = ()

@@ -77,7 +77,7 @@ def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_state_wherever_it_was():
-    """As a resume with another --client_memory does."""
+    """A resume with another --client_memory does the same."""
     for program, from_other in zip(programs(2), reversed(both(2)), strict=True):
         again = run(program, start=2, state=program.place(from_other[1].state))
         assert_same(again[-1].state, both(2)[0][-1].state)
@@ -100,14 +100,6 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     assert places and all(
         x.devices() == {jax.local_devices(backend="cpu")[0]} for x in places
     )
-
-
-def test_everybody_in_the_round_is_one_sentence():
-    task = toy.method_task("ditto")
-    with pytest.raises(
-        InputError, match="client_memory=host needs participation below 1"
-    ):
-        host_state.program(ALGORITHMS["ditto"], task)
 
 
 def test_state_beyond_the_hosts_memory_is_an_error(monkeypatch):

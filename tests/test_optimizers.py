@@ -54,19 +54,6 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
         assert not np.array_equal(a, b)
 
 
-@pytest.mark.slow  # of Optax, and of four seconds
-def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
-    """The way that is named where a schedule asks for the value of lr."""
-    flat = optax.warmup_cosine_decay_schedule(1.0, 1.0, 2, 10**6)
-    scaled = toy.task(
-        optimizer=lambda lr: optax.chain(optax.sgd(lr), optax.scale_by_schedule(flat))
-    )
-    toy.assert_close(
-        toy.train("fedavg", scaled, rounds=2).state,
-        toy.train("fedavg", toy.task(), rounds=2).state,
-    )
-
-
 @pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""

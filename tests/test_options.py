@@ -41,28 +41,8 @@ NONE = {
     ("mocha", "relate_every"): lambda task: max(1, task.rounds // 10),
     ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
 }
-# Methods with many options of another one's, which are the same code: theirs are slow.
-LIKE = {
-    **dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"),
-    "pfeddf": "feddf",
-}
-LIKE |= {"pfedma": "fedma", "privacy_pfedc": "pfedc"}
-# Their options are many, or their rounds take long to trace: they are slow, too.
-MANY = (
-    "pfedc",
-    "fedcp",
-    "fedmd",
-    "pfedhn",
-    "feddf",
-    "fedma",
-    "mnfl",
-    "fedkd",
-    "per_fedavg",
-    "lg_fedavg",
-    "fedala",
-)
-MANY += ("fedem", "fedbabu", "pfedafm", "fedavg_ft")
-SLOW = ("feddva", *LIKE, *MANY)
+# Every option is another trace of a round: the others are slow.
+QUICK = ("ditto", "scaffold", "fedrep", "fedamp")
 
 
 @functools.cache
@@ -73,8 +53,8 @@ def task_of(method, name=""):
 
 
 class Traced:
-    """What a method with these options computes in a round, in the beginning and in an
-    evaluation; each is traced when it is asked for."""
+    """The programs of a method with these options: `init`, a round and an evaluation,
+    each traced on demand."""
 
     def __init__(self, method, options, task):
         self.program = toy.program(toy.METHODS[method], task, options)
@@ -163,13 +143,10 @@ def others(known, default):
     )
 
 
-def without_effect(method, but=()):
-    """The hyperparameters of a method, `but` some, that change nothing, with their
-    values."""
+def without_effect(method):
+    """Returns the hyperparameters of a method that change nothing, and their values."""
     cases, found = Cases(method), []
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
-        if name in but:
-            continue
         default = toy.SMALL.get(method, {}).get(name, known.default)
         options, task = cases.beside(name)
         seen = [cases.of(options, task)]
@@ -188,25 +165,14 @@ def without_effect(method, but=()):
 
 
 @pytest.mark.parametrize(
-    "method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS]
+    "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
 )
 def test_no_option_is_without_effect(method):
     assert without_effect(method) == []
 
 
-@pytest.mark.parametrize(
-    "method",
-    [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE],
-)
-def test_no_option_that_others_have_not_is_without_effect(method):
-    assert (
-        without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
-    )
-
-
-@pytest.mark.parametrize(
-    "method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, name", NONE)
 def test_none_is_the_value_that_is_documented(method, name):
     for change in ({}, {"epochs": 7, "rounds": 40}):
         task = task_of(method)._replace(**change)

@@ -48,12 +48,12 @@ Loop = tuple[PyTree, Array, Array, Array]
 
 
 def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
-    """own + (received - own) * weights, scalar by scalar."""
+    """Computes own + (received - own) * weights, scalar by scalar."""
     return jax.tree.map(lambda w, g, a: w + (g - w) * a, own, received, weights)
 
 
 def mean_of(weights: PyTree) -> Array:
-    """The mean over all scalars, []."""
+    """Returns the mean over all scalars, []."""
     total = sum(
         (jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)),
         jnp.float32(0),
@@ -62,8 +62,8 @@ def mean_of(weights: PyTree) -> Array:
 
 
 def subset(key: Array, data: Data, percent: Numeric) -> Data:
-    """A stretch of `percent` % of a client's rows, at least one, from a random row in
-    its list."""
+    """Returns a stretch of `percent` % of a client's rows, at least one, from a
+    random row in its list."""
     size = jnp.minimum(
         jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1),
         data.size,

@@ -31,8 +31,8 @@ TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
 
 
 def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
-    """The cross entropy of every row under every component, in evaluation mode, [B,
-    M]."""
+    """Returns the cross entropy of every row under every component, in evaluation
+    mode, [B, M]."""
 
     def one(theta):
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
@@ -42,16 +42,16 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
 
 def responsibilities(pi: Array, loss: Array) -> Array:
-    """How likely each component made each row: q [B, M] proportional to pi exp(-loss),
-    of pi [M] and loss [B, M]."""
+    """Computes the probability of each component for each row: q [B, M] proportional
+    to pi exp(-loss), of pi [M] and loss [B, M]."""
     return jax.nn.softmax(jnp.log(jnp.maximum(pi, TINY))[None] - loss, axis=1)
 
 
 def e_step(
     task: Task, components: PyTree, pi: Array, data: Data
 ) -> tuple[Array, Array]:
-    """The responsibilities of a client's rows [length, M], and its new mixing weights
-    [M], their mean."""
+    """Returns the responsibilities of a client's rows [length, M], and its new
+    mixing weights [M], their mean."""
     shape = (data.index.shape[0], len(pi))
     # small enough that a short client is not padded many times
     batch_size = evaluation.batch_size(task.sizes.max() / 4)
@@ -66,7 +66,7 @@ def e_step(
 
 
 def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
-    """The logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
+    """Returns the logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
 
     def predict(x, mask):
         log_p = jax.lax.map(

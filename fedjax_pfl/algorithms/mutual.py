@@ -181,7 +181,7 @@ def fedkd_objective(
 
 
 def mixed(lam: Numeric, own: Array, small: Array) -> Array:
-    """lam own + (1 - lam) small, of logits [B, C]."""
+    """Computes lam own + (1 - lam) small, of logits [B, C]."""
     # so that equal logits give lam no gradient at all
     return small + lam * (own - small)
 

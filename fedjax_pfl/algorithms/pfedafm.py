@@ -56,15 +56,15 @@ def small_model(task: Task) -> Model:
 
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
-    """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha
-    [K] or [1]."""
+    """Computes alpha g + (1 - alpha) G of own features g [B, K] and shared ones G
+    [B, K], alpha [K] or [1]."""
     return trees.lerp(alpha[None], g, G)
 
 
 def bounded_sgd(
     lr: Numeric, decay: Numeric, momentum: float = 0.9
 ) -> optax.GradientTransformation:
-    """SGD with momentum and weight decay whose steps end in [0, 1]."""
+    """Makes SGD with momentum and weight decay whose steps end in [0, 1]."""
     inside = optax.stateless(
         lambda step, x: jax.tree.map(lambda s, x: jnp.clip(x + s, 0, 1) - x, step, x)
     )
@@ -78,8 +78,8 @@ score = functools.partial(averaging.score_paired, names=("large", "small"))
 
 
 def upload_split(task: Task, shared: Model) -> averaging.Split:
-    """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta,
-    and its running statistics unless they stay with bn_stats=local."""
+    """Returns the split of {"w", "theta", "alpha", "stats"}: the extractor theta is
+    sent, and its running statistics unless they stay with bn_stats=local."""
     kept = averaging.split(task, variables=shared.bn_mask).personal[0]
     theirs = {
         "theta": {"body": kept["body"]},
@@ -91,7 +91,7 @@ def upload_split(task: Task, shared: Model) -> averaging.Split:
 def features(
     model: Model, v: PyTree, part: str, *args: Any, **options: Any
 ) -> tuple[Array, PyTree]:
-    """The features [B, K] of the extractor `part` of v, and its new running
+    """Returns the features [B, K] of the extractor `part` of v, and its new running
     statistics."""
     return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
 
@@ -99,8 +99,8 @@ def features(
 def objective(
     model: Model, shared: Model, moving: tuple[str, ...]
 ) -> local_training.Loss:
-    """The cross entropy of the head on mixed features, or on those of theta alone where
-    only that is `moving`."""
+    """Returns the cross entropy of the head on mixed features, or on those of theta
+    alone where only that is `moving`."""
 
     def loss(v, batch, key):
         given = {"mask": batch.mask, "train": "theta" in moving}
@@ -118,8 +118,8 @@ def objective(
 
 
 def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
-    """The logits [B, C, 3] of the head on mixed, own and shared features, which `score`
-    scores."""
+    """Returns the logits [B, C, 3] of the head on mixed, own and shared features,
+    which `score` scores."""
 
     def predict(x, mask):
         g, G = (

@@ -26,7 +26,7 @@ class Predictions(NamedTuple):
 
 
 def count(task: Task, size: int) -> int:
-    """How many public examples a round uses, at most the pool: D.
+    """Returns the number of public examples in a round, at most the pool: D.
 
     Raises:
       InputError: the task has no pool.
@@ -41,8 +41,8 @@ def count(task: Task, size: int) -> int:
 
 
 def draw(key: Array, task: Task, size: int) -> Array:
-    """The public examples of a round, drawn without replacement: ascending indices [D]
-    into the pool.
+    """Returns the public examples of a round, drawn without replacement: ascending
+    indices [D] into the pool.
 
     Args:
       key: the server's, of the round.
@@ -68,8 +68,8 @@ def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
 def logits(
     model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int
 ) -> Array:
-    """A model's logits [M, C] for all rows of the data, without dropout and with
-    running statistics."""
+    """Returns a model's logits [M, C] for all rows of the data, without dropout and
+    with running statistics."""
 
     def one(found, batch):
         z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
@@ -81,7 +81,7 @@ def logits(
 
 
 def gathered(cohort: Cohort, outputs: Array) -> Predictions:
-    """The predictions [S, D, C] of those who have trained."""
+    """Returns the predictions [S, D, C] of those who have trained."""
     order = jnp.argsort(cohort.ids)
     here = cohort.trained[order]
     outputs = cohort.replicated(outputs)[order]
@@ -95,8 +95,8 @@ def distillation(
     target: Array,
     distance: Callable[[Array, Array], Array],
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of training on targets: the mean of `distance` over the valid rows, as
-    `local_training.sgd` takes it.
+    """Returns the loss of training on targets: the mean of `distance` over the valid
+    rows, as `local_training.sgd` takes it.
 
     Args:
       target: [D, C], for the rows of the data.
@@ -111,7 +111,7 @@ def distillation(
 
 
 def mean(weight: Array, given: Predictions) -> Array:
-    """The mean [D, C] of all predictions with normalised weights [S]."""
+    """Returns the mean [D, C] of all predictions with normalised weights [S]."""
     return jnp.tensordot(weight, given.outputs, 1, precision=EXACT)
 
 
@@ -128,8 +128,8 @@ def normalised(weight: Array, here: Array) -> Array:
 
 
 def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
-    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row,
-    [B]."""
+    """Computes KL(target || softmax(z / T)) of probabilities and logits [B, C] for
+    each row, [B]."""
     return jnp.sum(
         target
         * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)),

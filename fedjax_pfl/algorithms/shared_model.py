@@ -41,7 +41,7 @@ Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
 
 
 def exchanged(task: Task) -> Small:
-    """The task's shared model.
+    """Returns the task's shared model.
 
     Raises:
       InputError: there is none, or it does not take the clients' inputs or has not
@@ -72,8 +72,8 @@ def exchanged(task: Task) -> Small:
 
 
 def start(key: Array, task: Task, small: Small) -> State:
-    """The state that all methods here have: the small model, each client's own model,
-    and what it keeps of the small one."""
+    """Returns the state that all methods here have: the small model, each client's
+    own model, and what it keeps of the small one."""
     shared, kept = small.split.send(small.model.init(key))
     own = architectures.stack(task, lambda model: model.init(key))
     return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
@@ -139,13 +139,14 @@ def learn(
 
 
 def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:
-    """A client's rows, those marked `Own` whose structure is its architecture's."""
+    """Returns a client's rows, those marked `Own` whose structure is its
+    architecture's."""
     return {name: Own(x) if name in names else x for name, x in mine.items()}
 
 
 def divergence(target: Array, z: Array, mask: Array) -> Array:
-    """Mean KL(softmax(target) || softmax(z)) of logits [B, C] over the valid rows,
-    []."""
+    """Computes the mean KL(softmax(target) || softmax(z)) of logits [B, C] over the
+    valid rows, []."""
     log_p, log_q = jax.nn.log_softmax(target), jax.nn.log_softmax(z)
     return losses.masked_mean(
         optax.losses.kl_divergence_with_log_targets(log_q, log_p), mask

@@ -15,6 +15,7 @@ from fedjax_pfl.data import tfds
 from fedjax_pfl.errors import InputError, check, check_shape, choose, in_one_line
 
 ARRAYS = ("x", "y", "x_test", "y_test")
+SCALED = 20  # largest absolute float of inputs that are scaled
 # columns of a Hugging Face data set that are taken without `columns`
 _INPUTS = ("image", "img", "pixel_values", "x")
 _LABELS = ("label", "labels", "fine_label", "y")
@@ -432,3 +433,43 @@ def checked(dataset: Dataset) -> Dataset:
             f"{y.max()}."
         )
     return dataset
+
+
+def describe(dataset: Dataset) -> str:
+    """Returns a line about a data set: type, shape, range, classes and examples."""
+    x, n = dataset.x, dataset.num_train
+    return (
+        f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{x.min():g}, {x.max():g}], "
+        f"{dataset.num_classes:,} classes, {n:,} training and {len(dataset.y) - n:,} "
+        "test examples"
+    )
+
+
+def unusual(dataset: Dataset, as_numbers: bool) -> list[str]:
+    """Returns sentences about inputs and labels that are likely to be a mistake.
+
+    Args:
+      as_numbers: integer inputs become floats, as in the networks of `MODELS`.
+    """
+    x, shape = dataset.x, dataset.x.shape[1:]
+    low, high = float(x.min()), float(x.max())
+    known, floats = dataset.x.dtype == np.uint8, dataset.x.dtype.kind == "f"
+    empty = int((np.bincount(dataset.y, minlength=dataset.num_classes) == 0).sum())
+    channels = (1, 3, 4)
+    found = {
+        "integers are taken as plain numbers, neither scaled nor embedded: give images "
+        "as uint8, and tokens to a network with an embedding": as_numbers
+        and not (known or floats),
+        "floats are not scaled: divide them, or give images as uint8": floats
+        and max(-low, high) > SCALED,
+        "pixels up to 1 as uint8 are nearly black: give them as floats": known
+        and dataset.prepare is prepare_images
+        and high <= 1,
+        "all inputs are equal": low == high,
+        "channels come first: images are [height, width, channels]": len(shape) == 3
+        and shape[0] in channels
+        and shape[2] not in channels,
+        f"{empty} classes have no example": empty > 0,
+        "there is a single class": dataset.num_classes == 1,
+    }
+    return [f"{dataset.name}: {text}." for text, holds in found.items() if holds]

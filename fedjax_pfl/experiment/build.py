@@ -41,6 +41,8 @@ from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
+OWN_NETWORKS = ("feddva",)  # methods that ignore --model
+
 
 class Unseen(NamedTuple):
     """Clients that do not train."""
@@ -91,6 +93,11 @@ class Experiment:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
 
+    def precision(self) -> Any:
+        """Returns the context in which programs are traced, of matmul_precision."""
+        wanted = self.config.matmul_precision
+        return jax.default_matmul_precision(None if wanted == "default" else wanted)
+
     def on_one_device(self) -> simulate.Program:
         """Returns the program on one device, for the same states by client id."""
         return make_program(self.config.replace(client_memory="device"), self.task)
@@ -98,12 +105,8 @@ class Experiment:
     def state_shapes(self) -> State:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
         program = self.on_one_device()
-        traced = {
-            name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced
-        }
-        return jax.eval_shape(
-            lambda x: program.unplace(program.init(self.key, x)), traced
-        )
+        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
+        return jax.eval_shape(lambda: program.unplace(program.init(self.key, traced)))
 
     def fetch(self, state: State | None) -> State:
         """Returns the state of a result on every host, rows by client id."""
@@ -124,7 +127,12 @@ class Experiment:
             program.place(state),
         )
         given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
-        return lambda x: predict(*given, jnp.asarray(x))
+
+        def run(x: Any) -> PyTree:
+            with self.precision():
+                return predict(*given, jnp.asarray(x))
+
+        return run
 
 
 def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
@@ -148,6 +156,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         image = len(shape) == 3 and min(shape[:2]) >= 16
         config = config.replace(model="cnn" if image else "mlp")
     config = config.replace(clients=len(everybody.train))
+    warn_of_data(config, unmarked)
     task = make_task(config, dataset, everybody)
     public = load_public(config)
     if public is not None:
@@ -195,6 +204,15 @@ def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
     own = user_code.named(config.dataset)
     return _load(config.dataset, config.data_dir, config.seed if own else 0)
+
+
+def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
+    """Logs a warning for each unusual property of the user's own data."""
+    own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
+    names, _ = architectures(config.model, config.clients or 1)
+    as_numbers = not all(map(user_code.named, names))
+    for sentence in datasets.unusual(dataset, as_numbers) if own else ():
+        logging.warning("%s", sentence)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:
@@ -304,13 +322,15 @@ def draw_unseen(config: Config, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
     """Returns `engine.unseen.scorer` of the settings."""
     width = min(int(config.width), len(others.ids))
-    options = {
-        "lr_decay": config.lr_decay,
-        "width": width,
-        "rounds": config.unseen_rounds,
-    }
-    factory, hparams = find(config.algo), config.hparams
-    return unseen.scorer(factory, trained, others.task, hparams, **options)  # type: ignore[arg-type]
+    return unseen.scorer(
+        find(config.algo),
+        trained,
+        others.task,
+        config.hparams,
+        lr_decay=config.lr_decay,
+        width=width,
+        rounds=config.unseen_rounds,
+    )
 
 
 def lay_out(config: Config, task: Task) -> Config:
@@ -329,13 +349,12 @@ def load_public(config: Config) -> datasets.Dataset | None:
     """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
     if config.public is None:
         return None
-    name, _, count = config.public.rpartition(":")
-    if not count.isdecimal():
-        name, count = config.public, ""
+    head, _, count = config.public.rpartition(":")
+    name = head if count.isdecimal() else config.public
     if name == config.dataset:
         raise InputError(f"--public={config.public} is the data set of the clients.")
     dataset = datasets.load(name, config.data_dir, config.seed)
-    if not count:
+    if name == config.public:
         return dataset
     order = np.random.default_rng(config.seed).permutation(len(dataset.y))
     rows = np.sort(order[: int(count)])
@@ -368,7 +387,7 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
 
 def network_names(config: Config, num_clients: int) -> np.ndarray:
     """Returns the short name of each client's network [N]."""
-    if config.algo in settings.OWN_NETWORKS:
+    if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
     names, of = architectures(config.model, num_clients)
     brief = [user_code.short(name) for name in names]
@@ -394,11 +413,7 @@ _known = functools.cache(nnx_model.model)  # one trace for all runs of a sweep
 
 def num_parameters(model: Model) -> int:
     """Returns the number of parameters of a network."""
-    return nnx_model.num_parameters(_shapes(model))
-
-
-def _shapes(model: Model) -> PyTree:
-    return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return nnx_model.num_parameters(jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def optimizer(
@@ -424,9 +439,10 @@ def optimizer(
 
 def check_growth(e: Experiment, before: int) -> None:
     """Raises InputError if a method has a schedule over the rounds, which grew."""
-    texts, config = set(), e.config.replace(client_memory="device")
-    for rounds in {before, config.rounds}:
-        program = make_program(config, e.task._replace(rounds=rounds))
+    texts = set()
+    for rounds in {before, e.config.rounds}:
+        task = e.task._replace(rounds=rounds)
+        program = dataclasses.replace(e, task=task).on_one_device()
         federation = e.federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1:
@@ -435,19 +451,16 @@ def check_growth(e: Experiment, before: int) -> None:
 
 def digests(e: Experiment) -> dict[str, str]:
     """Returns hashes of the data, the partition, the networks and the user's files."""
-    c, networks = e.config, "\n".join(e.networks).encode()
-    public = (e.public.x, e.public.y) if e.public else ()
-    parts = {
-        "data": (e.dataset.x, e.dataset.y),
-        "public": public,
-        "networks": (networks,),
-    }
-    found = {name: _digest(*arrays) for name, arrays in parts.items()}
+    c, public = e.config, (e.public.x, e.public.y) if e.public else ()
     names, _ = architectures(c.model, len(e.everybody.train))
-    code = user_code.digest(
-        [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
-    )
-    return found | {"partition": digest(e.everybody), "code": code or ""}
+    code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    return {
+        "data": _digest(e.dataset.x, e.dataset.y),
+        "public": _digest(*public),
+        "networks": _digest("\n".join(e.networks).encode()),
+        "partition": digest(e.everybody),
+        "code": user_code.digest(code) or "",
+    }
 
 
 def _digest(*arrays: Any) -> str:

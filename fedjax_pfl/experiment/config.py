@@ -4,8 +4,6 @@
 """
 
 import dataclasses
-import functools
-import inspect
 import json
 import math
 import re
@@ -13,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import optax
-from absl import logging
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import hyperparameters, user_code
@@ -30,7 +26,13 @@ from fedjax_pfl.models.layers import CONVOLUTIONS
 
 # None where a partition of the user's own decides
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")
-OWN_NETWORKS = ("feddva",)  # methods that ignore --model
+# of optax, those that need a learning rate and gradients only, without a key
+OPTIMIZERS = (
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
+    *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "novograd"),
+    *("optimistic_adam", "optimistic_adam_v2", "optimistic_gradient_descent", "radam"),
+    *("rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+)
 _MOST = 2**31 - 1  # rounds are counted in int32
 
 
@@ -80,8 +82,10 @@ class Config:
     rounds: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         100, "communication rounds; may grow when a run resumes"
     )
-    epochs: int | None = _field(1, "local epochs per round")
-    steps: int | None = _field(None, "local steps per round, instead of epochs")
+    epochs: Annotated[int, Ge(1)] | None = _field(1, "local epochs per round")
+    steps: Annotated[int, Ge(1)] | None = _field(
+        None, "local steps per round, instead of epochs"
+    )
     batch_size: int = _field(10, "examples per step")
     lr: float = _field(0.005, "learning rate of the clients")
     lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")
@@ -184,20 +188,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values["epochs" if by_steps else "steps"] = None
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
-    before = base.hparams if base and base.algo == algo else {}
-    if preset and not base:
-        before = preset.hparams.get(algo, {})
-    values["hparams"] = before | typed(find(algo), given.get("hparams", {}))
-    config = complete(Config(**values))
-    for setting, why in without_effect(config).items():
-        if given.get(setting) is not None:
-            _warn(f"--{setting}={given[setting]} has no effect with {why}.")
-    return config
-
-
-@functools.cache  # once for all runs of a sweep
-def _warn(message: str) -> None:
-    logging.warning("%s", message)
+    known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    own = typed(find(algo), given.get("hparams", {}))
+    values["hparams"] = known.get(algo, {}) | own
+    return complete(Config(**values))
 
 
 def _by_partition(
@@ -205,7 +199,7 @@ def _by_partition(
 ) -> dict[str, Any]:
     """Returns the settings that the partition decides."""
     file = spec.startswith("file:")
-    if not file and not user_code.named(spec):
+    if not (file or user_code.named(spec)):
         text.choose("partition", spec, PARTITIONS)
         missing = [name for name in BY_FILE if values.get(name, 0) is None]
         return {name: getattr(Config, name) for name in missing}
@@ -230,8 +224,7 @@ def complete(config: Config) -> Config:
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
     for name in ("optimizer", "server_optimizer"):
-        if getattr(config, name) is not None:
-            text.choose(name, getattr(config, name), optimizers())
+        text.choose(name, getattr(config, name) or "sgd", OPTIMIZERS)
     if config.momentum and config.optimizer != "sgd":
         raise InputError("--momentum needs --optimizer=sgd.")
     if (config.server_optimizer is None) != (config.server_lr is None):
@@ -286,41 +279,12 @@ def read(path: Path) -> Config:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-@functools.cache
-def optimizers() -> tuple[str, ...]:
-    """Returns the optimizers of optax that need a learning rate and gradients only."""
-    found = []
-    for name, thing in vars(optax).items():
-        if not inspect.isfunction(thing) or name.startswith("scale_by"):
-            continue
-        known = inspect.signature(thing).parameters.values()
-        names = [p.name for p in known]
-        needed = {
-            p.name for p in known if p.default is p.empty and p.kind < p.VAR_KEYWORD
-        }
-        if names[:1] == ["learning_rate"] and needed <= {"learning_rate"}:
-            found.append(name)
-    # lbfgs also needs the loss; noisy_sgd keeps one random key for all clients
-    return tuple(name for name in found if name not in ("lbfgs", "noisy_sgd"))
-
-
 def participation(value: str) -> tuple[float, float]:
     """Returns the range of `0.1:1`, or of `0.5` twice the same number."""
     low, _, high = str(value).partition(":")
     return parse(float, "participation", low), parse(
         float, "participation", high or low
     )
-
-
-def without_effect(config: Config) -> dict[str, str]:
-    """Returns the settings that have no effect because of others, with the reason."""
-    dirichlet, by = "dirichlet" in config.partition, f"--partition={config.partition}"
-    found = {} if dirichlet else {"alpha": by}
-    if dirichlet or config.partition in ("iid", "round_robin"):
-        found["classes_per_client"] = by
-    if config.algo in OWN_NETWORKS:
-        found |= dict.fromkeys(("compute_dtype", "conv"), f"--algo={config.algo}")
-    return found if config.unseen else found | {"unseen_rounds": "--unseen=0"}
 
 
 def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
@@ -333,25 +297,12 @@ def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
     hparams = given.get("hparams", {})
     if wanted.get("algo", recorded.algo) == recorded.algo:
         hparams = typed(find(recorded.algo), hparams)
-    check_same(recorded, wanted, hparams)
-    changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
-    return complete(recorded.replace(**changed))
-
-
-def check_same(
-    recorded: Config, wanted: Mapping[str, Any], hparams: Mapping[str, Any]
-) -> None:
-    """Raises InputError unless the recorded run can go on with the wanted settings."""
+    pairs = [(name, getattr(recorded, name), x) for name, x in wanted.items()]
+    pairs += [(f"hparam {n}", recorded.hparams.get(n), x) for n, x in hparams.items()]
     differing = [
-        f"{name} (recorded {getattr(recorded, name)}, now {value})"
-        for name, value in wanted.items()
-        if name not in {*FREE, "rounds"}
-        and not same(name, getattr(recorded, name), value)
-    ]
-    differing += [
-        f"hparam {name} (recorded {recorded.hparams.get(name)}, now {value})"
-        for name, value in hparams.items()
-        if recorded.hparams.get(name) != value
+        f"{name} (recorded {before}, now {now})"
+        for name, before, now in pairs
+        if name not in {*FREE, "rounds"} and not same(name, before, now)
     ]
     if wanted.get("rounds", recorded.rounds) < recorded.rounds:
         differing += [f"rounds (recorded {recorded.rounds}, may only grow)"]
@@ -360,6 +311,8 @@ def check_same(
             f"The recorded run has other settings: {', '.join(differing)}. "
             "Choose another directory."
         )
+    changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
+    return complete(recorded.replace(**changed))
 
 
 def changes(given: Mapping[str, Any]) -> list[str]:
@@ -371,11 +324,10 @@ def changes(given: Mapping[str, Any]) -> list[str]:
 
 def run_name(given: Mapping[str, Any], config: Config, seed: str = "") -> str:
     """Returns ALGO-DATASET-PARTITION-seedK and the user's changes as a file name."""
-    parts = [given["preset"]] if given.get("preset") else []
-    parts += map(user_code.short, (config.algo, config.dataset, config.partition))
-    parts += [seed or f"seed{config.seed}"]
-    parts += [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
-    return file_name(parts)
+    preset = [given["preset"]] if given.get("preset") else []
+    names = map(user_code.short, (config.algo, config.dataset, config.partition))
+    own = [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
+    return file_name([*preset, *names, seed or f"seed{config.seed}", *own])
 
 
 def file_name(parts: list[str]) -> str:

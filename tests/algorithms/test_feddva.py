@@ -15,7 +15,6 @@ from fedjax_pfl.algorithms import feddva as factory
 from fedjax_pfl.algorithms.feddva import phases as dva_phases
 from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.data.datasets import prepare_images
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data, State
 
@@ -33,8 +32,7 @@ def compiled(**fixed):
     @jax.jit
     def run(active, numbers):
         algorithm = factory(TASK, **SIZE, **fixed, **numbers)
-        options = {"width": 1, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(F, TASK, jnp.asarray(IDS), active, key=KEY, **options)
+        cohort = toy.cohort(TASK, IDS, active, F, KEY)
         state = algorithm.init(KEY)
         return algorithm.round(
             KEY, State(state.server, trees.gather(state.clients, IDS)), cohort

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same, each_bn_stats
+from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedem as factory
 from fedjax_pfl.algorithms.fedem import e_step, mixture, responsibilities
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data, State
 
 KEY = jax.random.key(0)
@@ -39,18 +37,8 @@ def compiled(net):
 
     @jax.jit
     def run(state, federation, ids):
-        rows = State(state.server, trees.gather(state.clients, ids))
-        here = {
-            "key": KEY,
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-        }
-        cohort = Cohort(federation, task, ids, ids < N, **here)
-        new, metrics = factory(task).round(KEY, rows, cohort)
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
-        ), metrics
+        here = toy.cohort(task, ids, ids < N, federation, KEY)
+        return toy.one_round(factory(task), KEY, state, here)
 
     return run
 
@@ -242,22 +230,6 @@ def test_a_client_without_examples_keeps_its_weights():
     )
     assert_same(state.clients["pi"][0], PI)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(
-        factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize("wrong", [{"components": 0}, {"average": "some"}])
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 def test_responsibilities_are_of_the_model_as_it_predicts():

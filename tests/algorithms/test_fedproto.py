@@ -15,8 +15,6 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 TASK = toy.task()
-# one step per epoch, in which the order of the examples does not matter
-FULL = toy.task(batch_size=19)
 
 
 @functools.cache
@@ -55,7 +53,7 @@ def test_without_pull_it_is_local():
 
 @pytest.mark.parametrize("net", ["mlp", toy.slow("norm")])
 def test_prototypes_are_means_over_clients_of_means_over_examples(net):
-    """Of features as in a prediction, normalised by running statistics."""
+    """Returns means of features, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
     state = toy.train("fedproto", task, 1).state
     means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]
@@ -77,26 +75,6 @@ def test_prototypes_of_a_single_client_are_its_own_and_the_others_stay():
     w = toy.rows(clients, 0)
     assert_close(np.asarray(server["proto"])[:, held], class_means(w, 0)[:, held], 1e-5)
     assert_same(server["proto"][:, missing], before.server["proto"][:, missing])
-
-
-@pytest.mark.slow  # the means are above
-def test_a_population_twice_has_the_same_prototypes():
-    f = toy.federation()
-    twice = lambda x: jnp.concatenate([x, x])
-    rows = lambda r: type(r)(twice(r.index), twice(r.size))
-    doubled = f._replace(
-        train=rows(f.train),
-        val=rows(f.val),
-        test=rows(f.test),
-        class_counts=twice(f.class_counts),
-    )
-    task = FULL._replace(
-        sizes=np.tile(FULL.sizes, 2),
-        class_counts=np.tile(FULL.class_counts, (2, 1)),
-        architecture=np.zeros(2 * N, int),
-    )
-    got = toy.train("fedproto", task, 2, federation_=doubled).state.server
-    assert_close(got, toy.train("fedproto", FULL, 2).state.server, 1e-5)
 
 
 def test_only_examples_of_known_classes_are_pulled():

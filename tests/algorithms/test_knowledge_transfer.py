@@ -15,21 +15,17 @@ from fedjax_pfl import aggregate, models
 from fedjax_pfl.algorithms import ALGORITHMS, public_data
 from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, mixtures
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
 from fedjax_pfl.types import State
 
-MLP, NORM = toy.task(), toy.task("norm")
-# one step on all of a client's examples: their order does not matter
-ONE = toy.task(batch_size=32, epochs=1)
+MLP = toy.task()
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
 GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
 
 
 def asked(outputs, student, row=None, here=None):
-    """What student number `student` of clients with these predictions [S, D, C] asks
-    its rule."""
+    """Returns the question of student number `student`, for predictions [S, D, C]."""
     s = len(outputs)
     here = np.ones(s, bool) if here is None else np.asarray(here)
     given = Predictions(
@@ -186,21 +182,6 @@ def test_public_examples_are_drawn_without_replacement_in_every_round():
     )
 
 
-@pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
-def test_every_round_has_other_public_examples(monkeypatch):
-    seen, subset = set(), public_data.subset
-
-    def noted(pool, index, wanted):
-        jax.debug.callback(lambda rows: seen.add(tuple(rows.tolist())), index)
-        return subset(pool, index, wanted)
-
-    monkeypatch.setattr(public_data, "subset", noted)
-    # compiled anew
-    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)
-    jax.effects_barrier()
-    assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
-
-
 @pytest.mark.slow  # a client that hears itself only is local, too: below
 @pytest.mark.parametrize(
     "method, order",
@@ -309,15 +290,7 @@ def test_only_the_block_of_the_cohort_moves():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given
-        )
+        cohort = toy.cohort(MLP, ids, active, key=jax.random.key(1))
         method = kt.mnfl_het(MLP, coef_lr=100.0, rho=0.0)
         start = State({"coefficients": a}, clients)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -327,27 +300,6 @@ def test_only_the_block_of_the_cohort_moves():
     np.testing.assert_array_equal(a[~block], before[~block])
     assert np.all(a >= 0) and np.any(a[block] == 0) and np.all((a != before)[block])
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
-
-
-@pytest.mark.slow  # the plain loops know whose a coefficient is
-def test_permuted_clients_permute_the_coefficients():
-    order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
-    moved = f._replace(
-        **{
-            name: jax.tree.map(lambda x: x[order], getattr(f, name))
-            for name in ("train", "test")
-        }
-    )
-    moved = moved._replace(class_counts=f.class_counts[order])
-    got, other = (
-        toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved)
-    )
-    a, b = (x.metrics.server["coefficients"] for x in (got, other))
-    np.testing.assert_allclose(b, a[:, order][:, :, order], atol=1e-5)
-    np.testing.assert_allclose(
-        other.metrics.post["acc"], got.metrics.post["acc"][:, order]
-    )
-    assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
 
 
 def trees_differ(a, b):
@@ -362,20 +314,6 @@ def net(hidden):
         SHAPE,
         C,
     )
-
-
-@pytest.mark.slow  # as the contract's rule `grouping`
-def test_architectures_of_one_model_are_one():
-    """Grouping does not matter."""
-    two = toy.task(
-        models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32)
-    )
-    got, other = (toy.train("mnfl_het", task, coef_lr=1.0) for task in (MLP, two))
-    assert_close(other.metrics.server, got.metrics.server, 1e-5)
-    assert_close(
-        other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5
-    )
-    assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
 
 
 @pytest.mark.slow  # eight rounds
@@ -396,20 +334,6 @@ def test_without_public_examples_it_is_one_sentence():
     for method in METHODS:
         with pytest.raises(InputError, match="needs public examples: give --public"):
             toy.METHODS[method](MLP._replace(public=None))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"public_size": 0},
-        {"temperature": 0.0},
-        {"order": "both"},
-        {"passes": -1},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        toy.METHODS["fedmd"](MLP, **wrong)
 
 
 @pytest.mark.slow
@@ -484,15 +408,7 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given
-        )
+        cohort = toy.cohort(task, ids, key=jax.random.key(1))
         start = State({"coefficients": a}, clients)
         method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -519,13 +435,6 @@ def test_a_client_without_examples_neither_teaches_nor_learns():
     a, others = got.metrics.server["coefficients"][0], np.arange(N) != 3
     np.testing.assert_array_equal([a[3], a[:, 3]], np.float32(1 / N))
     assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
-
-
-def test_the_coefficients_of_one_client_are_not_called_idle():
-    task = toy.task()
-    alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
-    for method in (kt.mnfl_het, ALGORITHMS["mnfl"]):
-        assert [bool(method(x).idle) for x in (alone, task)] == [False, True]
 
 
 # the rules themselves are above

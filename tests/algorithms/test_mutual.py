@@ -20,7 +20,6 @@ from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import Batch, State
 
 TASK = toy.task()
-TWINS = toy.task(shared=TASK.model)  # the small model is the own one
 RNG = np.random.default_rng(0)
 ONE = Batch(np.zeros((1, 1)), np.array([0]), np.array([True]), np.array([0]))
 OWN, SMALL = (
@@ -74,18 +73,6 @@ def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
     slope = jax.grad(lambda z: divergence(Z[1], z, BATCH.mask))(Z[0])
     expected = (jax.nn.softmax(Z[0]) - jax.nn.softmax(Z[1])) * BATCH.mask[:, None] / 5
     assert_close(slope, expected)
-
-
-@pytest.mark.slow  # as the rounds by hand
-def test_fml_twins_stay_twins_and_follow_the_labels():
-    got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
-    assert_close(
-        jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]),
-        got.state.server,
-        1e-5,
-    )
-    half = toy.train("local", toy.task(lr=0.05), 1)  # half the gradient
-    assert_close(got.state.clients["w"], half.state.clients, 1e-5)
 
 
 def test_fml_by_hand():
@@ -283,8 +270,7 @@ def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_sma
 
 
 def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
-    """Of the last half of a client's examples, which the models do not see; here they
-    are one batch."""
+    """The weight is learned on the last half of the examples, here one batch."""
     f = jax.device_get(toy.federation())
     run = lambda f: (
         toy.train("fedapen", TASK, 1, federation_=f, held_out=0.5, lam_lr=0.05).state
@@ -335,36 +321,6 @@ def test_scores_of_an_ensemble_and_its_parts():
         assert_same(again["acc"], got.last[name])
 
 
-@pytest.mark.slow  # the clipping itself is above
-def test_fml_clips_the_gradient_of_each_model():
-    one = toy.task(epochs=None, steps=1)
-    got = toy.train("fml", one, 1, clip=0.01)
-    for i in range(N):
-        moved = trees.sq_dist(
-            *(toy.rows(state.clients["w"], i) for state in (got.state, got.begin))
-        )
-        np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
-
-
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_the_weight_that_was_learned_is_scored(monkeypatch):
-    """With the averaged small model."""
-    monkeypatch.setattr(
-        mutual.evaluate,
-        "post",
-        lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]},
-    )
-    # compiled anew
-    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)
-    small = TASK.shared.apply(got.state.server, X)[0][0, 0]
-    for i, z in zip(got.metrics.ids[0], got.metrics.post["acc"][0], strict=True):
-        own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
-        np.testing.assert_allclose(
-            z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5
-        )
-    assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1
-
-
 def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
     """The largest of the toy's clients has 19 examples, of which one is held out."""
     task = toy.task(batch_size=19, drop_last=True)
@@ -376,7 +332,7 @@ def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
 
 
 def test_twins_draw_dropout_of_their_own():
-    """So that they are apart after a round, unlike twins without any."""
+    """Twins with dropout differ after a round."""
 
     task = toy.task("dropout")
     state = toy.train("fml", task._replace(shared=task.model), 1).state

@@ -14,8 +14,6 @@ from toy import N, assert_close, assert_same
 from fedjax_pfl import local_training, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
 from fedjax_pfl.algorithms.pfedhn import generate
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)
@@ -34,10 +32,7 @@ DEFAULTS = simulate.hyperparameters(factory) | SMALL | {"inner_steps": 3}
 
 
 def cohort_of(ids, active=True, federation=None, key=KEY):
-    f = toy.federation() if federation is None else federation
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    active = jnp.broadcast_to(active, ids.shape)
-    return Cohort(f, TASK, ids, active, key=key, width=1, **nothing)
+    return toy.cohort(TASK, ids, active, federation, key)
 
 
 @functools.cache
@@ -102,7 +97,7 @@ def order_of(ids, key):
 
 @functools.partial(jax.jit, static_argnums=1)
 def mean_gradient(h, i):
-    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
+    """Returns the gradient of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
     autodiff through everything."""
     f = toy.federation()
     row = f.train.index[i][: toy.SIZES[i]]
@@ -326,42 +321,8 @@ def test_nothing_moves_without_training_examples():
     assert_same(round_of(start(), range(N), federation=f), start().server)
 
 
-NORMED = {
-    bn_stats: toy.task("norm", bn_stats=bn_stats)
-    for bn_stats in ("aggregate", "local", "batch")
-}
-
-
-# the contract has a round with local statistics, and others are below
-@pytest.mark.slow
-@pytest.mark.parametrize("bn_stats", NORMED)
-def test_batch_norm(bn_stats):
-    begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin
-    got = toy.train(factory, NORMED[bn_stats], rounds=5, begin=begin, **SMALL)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
-    assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
-    assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
-
-
 def test_the_authors_size_of_an_embedding():
     assert jax.eval_shape(factory(TASK).init, KEY).server["h"]["embeddings"].shape == (
         N,
         1 + N // 4,
     )
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"hidden": 0},
-        {"momentum": 1.5},
-        {"clip": 0.0},
-        {"inner_steps": -1},
-        {"decay": -1.0},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

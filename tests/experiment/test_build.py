@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_pfl import averaging
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
@@ -115,3 +116,27 @@ def test_a_client_predicts_from_a_fetched_state():
     state = e.fetch(e.program.init(e.key, e.program.traced))
     predict = e.predictor(state, 0, 2)
     assert predict(e.dataset.x[:3]).shape == (3, 10)
+
+
+def test_unusual_own_data_are_warned_of(tmp_path, caplog):
+    x = np.random.default_rng(0).integers(0, 256, (60, 4, 4, 1))
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(60) % 3)
+    given = {"algo": "fedavg", "clients": 3, "partition": "iid"}
+    build(Config(dataset=f"npz:{tmp_path}/own.npz", **given))
+    assert "integers are taken as plain numbers" in caplog.text
+    caplog.clear()
+    build(Config(dataset="synthetic", **given))
+    assert not caplog.text
+
+
+def test_a_predictor_has_the_precision_of_the_run(monkeypatch):
+    e, seen, logits = make(matmul_precision="float32"), [], averaging.logits
+
+    def noted(*given):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return logits(*given)
+
+    monkeypatch.setattr(averaging, "logits", noted)
+    state = e.fetch(e.program.init(e.key, e.program.traced))
+    e.predictor(state, 0, 2)(e.dataset.x[:3])
+    assert seen == ["float32"]

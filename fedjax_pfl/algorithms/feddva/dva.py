@@ -23,7 +23,7 @@ def sample(key: Array, q: Gaussian) -> Array:
 
 
 def kl(p: Gaussian, q: Gaussian) -> Array:
-    """KL(p || q) of each example (FedDVA, Eq. 24), [B]."""
+    """Computes KL(p || q) of each example (FedDVA, Eq. 24), [B]."""
     square, ratio = (p.mean - q.mean) ** 2, p.log_var - q.log_var
     return 0.5 * jnp.sum(
         square * jnp.exp(-q.log_var) + jnp.exp(ratio) - 1 - ratio, axis=-1
@@ -31,7 +31,7 @@ def kl(p: Gaussian, q: Gaussian) -> Array:
 
 
 def kl_standard(q: Gaussian) -> Array:
-    """KL(q || N(0, I)) of each example (FedDVA, Eq. 6), [B]."""
+    """Computes KL(q || N(0, I)) of each example (FedDVA, Eq. 6), [B]."""
     return kl(q, jax.tree.map(jnp.zeros_like, q))
 
 
@@ -95,7 +95,7 @@ def reconstruction(x: Array, mean: Array) -> Array:
 
 
 def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
-    """The scores of each example: {name: [B]}.
+    """Returns the scores of each example: {name: [B]}.
 
     `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower
     being better, and their negative sum `elbo`: the evidence lower bound without the
@@ -110,8 +110,8 @@ def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
 
 
 def _mean(values: Array, mask: Array) -> Array:
-    """Mean of values [B, d] over the rows where `mask` [B] holds, [1, d]; 0 without
-    one."""
+    """Computes the mean of values [B, d] over the rows where `mask` [B] holds, [1,
+    d]; 0 without one."""
     weight = mask[:, None].astype(values.dtype)
     total = jnp.where(mask[:, None], values, 0).sum(axis=0, keepdims=True)
     return total / jnp.maximum(weight.sum(axis=0, keepdims=True), 1)

@@ -35,7 +35,7 @@ from fedjax_pfl.types import (
 # a factory is called whenever something is traced, and building takes half a second
 @functools.lru_cache(maxsize=8)
 def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
-    """The networks, and the shapes of their variables."""
+    """Returns the networks, and the shapes of their variables."""
     nets = vae.dual_vae(*args, bn_stats=bn_stats)
     return nets, jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
 
@@ -47,8 +47,8 @@ def networks(
     hidden: int = 512,
     head: str = "none",
 ) -> tuple[vae.DualVAE, PyTree]:
-    """The networks for the task's prepared inputs, see `feddva`, and the shapes of
-    their variables; nothing of `task.model` is in them."""
+    """Returns the networks for the task's prepared inputs, see `feddva`, and the
+    shapes of their variables; nothing of `task.model` is in them."""
     shape = task.prepared.shape[1:]
     classes = None if head == "none" else task.num_classes
     widths = cnn_dva.channels(shape, hidden)
@@ -63,7 +63,8 @@ def networks(
 
 
 def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores:
-    """The terms of `dva.terms`, and with a classifier the scores of its logits."""
+    """Returns the terms of `dva.terms`, and with a classifier the scores of its
+    logits."""
     terms = dva_phases.totals(outputs, mask)
     return terms | (
         evaluation.classification(outputs["logits"], y, mask, c)

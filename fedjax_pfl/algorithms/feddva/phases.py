@@ -143,8 +143,8 @@ def phases(
 def outputs(
     nets: DualVAE, variables: PyTree, x: Array, mask: Array | None = None
 ) -> dict[str, Array]:
-    """The terms of each example, see `dva.terms`, at the posterior means: {name: [B]};
-    with a classifier `logits`."""
+    """Returns the terms of each example, see `dva.terms`, at the posterior means:
+    {name: [B]}; with a classifier `logits`."""
     out = forward(nets, variables, x, mask)
     terms = dva.terms(x, out.mean, out.z, out.c)
     return (
@@ -155,8 +155,8 @@ def outputs(
 
 
 def totals(outputs: dict[str, Array], mask: Array) -> Scores:
-    """Sum and count over the valid rows of every term of `outputs` [B], as a method's
-    `score` gives them."""
+    """Returns sum and count over the valid rows of every term of `outputs` [B], as a
+    method's `score` gives them."""
     terms = {name: values for name, values in outputs.items() if name != "logits"}
     return {
         name: (jnp.sum(jnp.where(mask, values, 0)), jnp.sum(mask))

@@ -9,7 +9,7 @@ are, and of which MNFL is a variant.
 
 import functools
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
-    Idle,
     Metrics,
     Own,
     State,
@@ -82,7 +81,7 @@ TRANSFER = keys.Client.TRANSFER
 
 
 def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
-    """The round that the methods of this family share, which differ in their
+    """Returns the round that the methods of this family share, which differ in their
     coefficients (KT-pFL, Algorithm 1).
 
     Private training, predictions, their mixture, training on it; with order=code the
@@ -177,27 +176,13 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
         "its clients learn from each other's predictions within a round, of which the "
         "server keeps none"
     )
-    what = (
-        "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N "
-        "clients) and a larger "
-    )
-    idle = Idle(
-        "coefficients",
-        rule.start or 0,
-        min(1e-3, 0.1 / n),
-        f"{what}coef_lr or coef_steps make them move.",
-    )
-    options: dict[str, Any] = {
-        "no_unseen": alone,
-        "idle": () if rule.start is None or n == 1 else (idle,),
-    }
     return Algorithm(
         init,
         round,
         predict,
         evaluation.classification,
         sent,
-        **options,
+        no_unseen=alone,
     )
 
 
@@ -232,10 +217,9 @@ def mnfl_het(
       the paper's Eq. 7 to first order and is stable for every rho.
 
       At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
-      by a client's share of all examples, so that this is FedMD, and a run that ends so
-      says it. lam=N takes the share away (experiments/README.md, "MNFL's
-      coefficients"). As in FedMD `pre` scores the model after its local training and
-      the public examples: to be compared with FedAvg's `post`.
+      by a client's share of all examples: this is FedMD then, of which a run warns.
+      lam=N takes the share away. As in FedMD `pre` scores the model after its local
+      training and the public examples: to be compared with FedAvg's `post`.
     """
 
     mean = 1 / task.num_clients

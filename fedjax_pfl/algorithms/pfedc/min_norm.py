@@ -11,8 +11,8 @@ TOLERANCE = 1e-5  # relative duality gap at which the solver stops
 
 
 def gap(gram: Array, mask: Array, alpha: Array) -> Array:
-    """Duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at the optimum,
-    []."""
+    """Computes the duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at
+    the optimum, []."""
     slope = gram @ alpha
     return alpha @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
 
@@ -70,5 +70,6 @@ def fista(gram: Array, mask: Array) -> Array:
 
 
 def uniform(mask: Array, dtype: jnp.dtype) -> Array:
-    """Equal weights [T] on the simplex over `mask` [T]; all 0 if it is empty."""
+    """Returns equal weights [T] on the simplex over `mask` [T]; all 0 if it is
+    empty."""
     return mask.astype(dtype) / jnp.maximum(jnp.sum(mask), 1)

@@ -105,11 +105,11 @@ class Branched(NamedTuple):
     score: Callable[[Array, Array, Array, Client], Scores]
 
     def held(self, class_counts: Array) -> Array:
-        """[..., C] -> [..., T], training examples of each task."""
+        """Counts the training examples of each task: [..., C] -> [..., T]."""
         return class_counts @ self.b.member.T
 
     def shares(self, by: str, cohort: Cohort) -> Array:
-        """The weights of a branch's holders, [S, T], not normalised."""
+        """Returns the weights of a branch's holders, [S, T], not normalised."""
         holds = self.held(cohort.class_counts) > 0
         return cohort.sizes[:, None] * holds if by == "data" else holds
 
@@ -367,8 +367,8 @@ def privacy_pfedc(
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
-    """total / weight over the last axes, in the types of another tree; total where the
-    weight is 0."""
+    """Computes total / weight over the last axes, in the types of another tree;
+    total where the weight is 0."""
     safe = jnp.where(weight > 0, weight, 1)
     return optax.tree.cast_like(
         jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like

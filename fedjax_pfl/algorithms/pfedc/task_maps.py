@@ -35,12 +35,12 @@ class Branches(NamedTuple):
 
     @property
     def open(self) -> np.ndarray:
-        """[T] bool: the task sees all samples, and may answer no."""
+        """Returns the tasks that see all samples and may answer no, [T] bool."""
         return self.binary | (self.head != "group_softmax")
 
     @property
     def owns(self) -> np.ndarray:
-        """[T, L] bool, the logits of each task."""
+        """Returns the logits of each task, [T, L] bool."""
         return np.asarray(np.arange(len(self.member))[:, None] == self.column)
 
 
@@ -64,7 +64,7 @@ def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
 
 
 def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
-    """tau [C], the task of each class, by a map's name."""
+    """Returns tau [C], the task of each class, by a map's name."""
     name, _, value = tasks.partition(":")
     choose("tasks", name, MAPS)
     c = np.arange(task.num_classes)
