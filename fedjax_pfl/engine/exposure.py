@@ -26,6 +26,7 @@ class Exposed(NamedTuple):
     uploads: list[list[PyTree]]
     # leaves of the server's next state that depend on the clients' data
     server: list[str]
+    stateless: bool  # the server keeps nothing between rounds
     up: int  # largest number of scalars that a client is counted to send
     encrypted: bool  # the round counts ciphertexts, too
 
@@ -84,7 +85,7 @@ def exposed(
     given = jax.tree.leaves(_filled(task, inputs))
     at = len(names) + 1  # Traffic.up follows Traffic.down
     up = _evaluated(closed, at, given, secret)
-    return Exposed(seen, leaks, up, traffic.encrypted is not None)
+    return Exposed(seen, leaks, not names, up, traffic.encrypted is not None)
 
 
 def check_per_example(
@@ -100,6 +101,11 @@ def check_per_example(
     )
     blind = task._replace(per_example=zeros)
     found = exposed(parts, factory, blind, hparams, transform=None)
+    if found.stateless and not found.uploads:
+        raise InputError(
+            f"{method_name(factory)} cannot have gradients per example: what clients "
+            "send goes neither through cohort.mean nor into the server's state."
+        )
     if found.server:
         raise InputError(
             f"{method_name(factory)} cannot have gradients per example: the server's "

@@ -21,6 +21,7 @@ from fedjax_pfl.errors import choose
 from fedjax_pfl.hyperparameters import method_name, shared
 from fedjax_pfl.types import Algorithm, Array, Cohort, Metrics, PyTree, State, Task
 
+ASSUMED = 0.2  # fraction of malicious clients
 ITERATIONS = 16  # of the geometric median
 SMALLEST = 1e-6  # distance by which the geometric median divides
 
@@ -33,7 +34,7 @@ class Options(NamedTuple):
         [0, 0.5): of `trimmed_mean` trimmed at each end, of Krum left out.
     """
 
-    malicious_share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.2
+    malicious_share: Annotated[float, Interval(ge=0, lt=0.5)] = ASSUMED
 
 
 def robust(
