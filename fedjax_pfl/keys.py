@@ -71,6 +71,7 @@ class Client(Stream):
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
     ATTACK = 0x6E03, "malicious clients: random updates"
+    COMPRESS = 0x6E05, "compression of an upload"
 
 
 class Step(Stream):

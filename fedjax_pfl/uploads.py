@@ -106,6 +106,12 @@ def over(method: Algorithm, **fields: Any) -> Algorithm:
     return method._replace(**(given | fields))
 
 
+def key_of(c: Client) -> Array:
+    """Returns the client's key, or one of its id where a phase draws nothing."""
+    found: Array | None = c.key
+    return jax.random.fold_in(jax.random.key(0), c.id) if found is None else found
+
+
 def random_like(key: Array, tree: PyTree) -> PyTree:
     """Draws standard normal numbers, independent in every leaf, in the leaves'
     types."""

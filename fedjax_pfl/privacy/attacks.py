@@ -104,9 +104,7 @@ def _attacked(
         return jnp.asarray(bad)[jnp.minimum(id, len(bad) - 1)]
 
     def change(c: Client, _: PyTree, upload: PyTree, default: PyTree) -> PyTree:
-        # a phase that draws nothing has no key
-        key = jax.random.fold_in(jax.random.key(0), c.id) if c.key is None else c.key
-        key = keys.fold(key, keys.Client.ATTACK)
+        key = keys.fold(uploads.key_of(c), keys.Client.ATTACK)
         sent = _wrong(attack, key, on.attack_scale, upload, default)
         return trees.choose(is_bad(c.id), sent, upload)
 
