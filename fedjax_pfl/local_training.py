@@ -42,7 +42,8 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
     """Returns the batch of a client's rows `row` [B].
 
     Where `mask` [B] is False it holds the client's first example, which a network can
-    process as any other, or `data.mask_fill`.
+    process as any other, or `data.mask_fill`. Labels of positions [B, L] become rows,
+    those below 0 are masked.
     """
     # the list of a client without examples holds nothing meaningful
     index = jnp.where(data.size > 0, data.index[jnp.where(mask, row, 0)], 0)
@@ -50,7 +51,12 @@ def take(data: Data, row: Array, mask: Array) -> Batch:
     if data.mask_fill is not None:
         # not a product: 0 * NaN is NaN
         x = jnp.where(trees.expand(mask, x.ndim), x, data.mask_fill.x[None])
-        y = jnp.where(mask, y, data.mask_fill.y)
+    if y.ndim == 2 and jnp.issubdtype(y.dtype, jnp.integer):
+        mask = (mask[:, None] & (y >= 0)).reshape(-1)
+        y = jnp.maximum(y, 0).reshape(-1)
+    if data.mask_fill is not None:
+        fill = data.mask_fill.y.astype(y.dtype)
+        y = jnp.where(trees.expand(mask, y.ndim), y, fill)
     return Batch(x, y, mask, row)
 
 

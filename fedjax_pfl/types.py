@@ -30,7 +30,9 @@ class Examples(NamedTuple):
     the test's."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
-    y: Array  # [n] int32
+    # [n] int32; [n, L] int32, one label per position, -1 for none; [n, C] bool,
+    # several classes; [n, C] float32, regression targets
+    y: Array
 
 
 class Subset(NamedTuple):
@@ -73,11 +75,16 @@ class Data(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step sees."""
+    """What one step sees.
+
+    With L labels per example the rows of `y`, `mask` and of a model's outputs are the
+    B L positions of the batch, example after example.
+    """
 
     x: Array  # [B, ...], prepared; anything finite where the mask is False
-    y: Array  # [B] int32; any label where the mask is False
-    # [B] bool: is this row an example? Every mean and sum over a batch must use it
+    # [B] or [B L] int32; any label where the mask is False
+    y: Array
+    # [B] or [B L] bool: does this row count? Every mean and sum over it must use it
     mask: Array
     row: Array  # [B] int32, position in Data.index
 
@@ -161,6 +168,8 @@ class Task(NamedTuple):
     per_example: Callable[[Array, PyTree, Array], PyTree] | None = None
     # batch norm's statistics are averaged; "local": each client's own; "batch": none
     bn_stats: str = "aggregate"
+    # the labels of one example, as a row of `Examples.y`
+    label: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.int32)
     # [C] -> superclass, where the data set has them
     superclass: np.ndarray | None = None
     # the small model that all clients exchange (FML, FedKD, ...)

@@ -22,7 +22,7 @@ from fedjax_pfl.data.partitioners import PARTITIONS, partition
 from fedjax_pfl.errors import InputError
 
 DATA = datasets.synthetic(2000, 10, (2,))
-SPECS = [name for name in PARTITIONS if name != "file:PATH"]
+SPECS = [name for name in PARTITIONS if ":" not in name]
 
 
 def _owned(p):

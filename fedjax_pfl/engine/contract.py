@@ -185,7 +185,8 @@ def abstract(task: Task) -> Federation:
         public = Examples(public, array(public.shape[0]))
     train, val, test = splits
     counts = array(n, task.num_classes)
-    return Federation(Examples(x, array(n)), train, val, test, counts, public)
+    y = array(n, *task.label.shape, dtype=task.label.dtype)
+    return Federation(Examples(x, y), train, val, test, counts, public)
 
 
 def difference(wanted: PyTree, found: PyTree) -> str | None:

@@ -17,14 +17,17 @@ from chex import Numeric
 
 from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.data.partition import (
-    Partition,
-    class_counts,
-    digest,
-    load_file,
-    select,
+from fedjax_pfl.data import (
+    datasets,
+    federate,
+    images,
+    marks,
+    partitioners,
+    shifts,
+    text as tokens,
+    tfds,
 )
+from fedjax_pfl.data.partition import Partition, digest, flat, select
 from fedjax_pfl.engine import (
     batch,
     distributed,
@@ -152,17 +155,21 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     kinds: tuple[str, ...] = ()
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
-    shape = dataset.x.shape[1:]
+    if config.shift is not None:
+        dataset = shifts.shift(dataset, everybody, config.shift, config.seed)
     if config.model == "auto":
-        image = len(shape) == 3 and min(shape[:2]) >= 16
-        config = config.replace(model="cnn" if image else "mlp")
+        config = config.replace(model=usual_model(dataset))
     config = config.replace(clients=len(everybody.train))
     warn_of_data(config, unmarked)
+    _, of = architectures(config.model, len(everybody.train))
+    trained, others = draw_unseen(config, of)
+    if dataset.words is not None:  # the vocabulary of the clients that train
+        own = select(everybody, trained)
+        dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
     task = make_task(config, dataset, everybody)
     public = load_public(config)
     if public is not None:
         task = simulate.with_public(task, public)
-    trained, others = draw_unseen(config, task.architecture)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
     validate.batches(task)
@@ -203,8 +210,23 @@ _load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
 
 def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
-    own = user_code.named(config.dataset)
-    return _load(config.dataset, config.data_dir, config.seed if own else 0)
+    seed = config.seed if user_code.named(config.dataset) else 0
+    return _load(
+        config.dataset,
+        config.data_dir,
+        seed,
+        tokenizer=config.tokenizer,
+        max_length=config.max_length,
+        image_size=config.image_size,
+    )
+
+
+def usual_model(dataset: datasets.Dataset) -> str:
+    """Returns the network for --model=auto."""
+    shape = dataset.x.shape[1:]
+    if dataset.words is not None:
+        return "fasttext" if dataset.positions is None else "gru"
+    return "cnn" if len(shape) == 3 and min(shape[:2]) >= 16 else "mlp"
 
 
 def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
@@ -229,8 +251,6 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
 def assign(config: Config, dataset: datasets.Dataset) -> Partition:
     """Returns the partition of all clients."""
     spec = config.partition
-    if config.clients is None:
-        return load_file(spec.removeprefix("file:"), dataset)
     own = spec.startswith("file:") or user_code.named(spec)
     options = {} if own else {name: getattr(config, name) for name in settings.BY_FILE}
     return partitioners.partition(
@@ -254,7 +274,7 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         per_example = differential_privacy.per_example(config.dp_clip, noise)
     return simulate.task(
         dataset,
-        class_counts(partition, dataset),
+        partition,
         [models[name] for name in names],
         architecture=of,
         shared=shared,
@@ -266,6 +286,7 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         rounds=config.rounds,
         participation=settings.participation(config.participation),
         drop_last=config.drop_last,
+        augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
         per_example=per_example,
     )
@@ -387,7 +408,7 @@ def load_public(config: Config) -> datasets.Dataset | None:
         return dataset
     order = np.random.default_rng(config.seed).permutation(len(dataset.y))
     rows = np.sort(order[: int(count)])
-    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
+    return dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
@@ -429,10 +450,15 @@ def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
     example = datasets.prepared(dataset)
     options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
     given = (name, example.shape[1:], dataset.num_classes, *options)
+    more: dict[str, Any] = {
+        "input_dtype": example.dtype,
+        "vocabulary": dataset.vocabulary,
+        "positions": dataset.positions,
+    }
     if not user_code.named(name):
-        return _known(*given, input_dtype=example.dtype)
+        return _known(*given, **more)
     with user_code.blamed("model", name):
-        made = nnx_model.model(*given, input_dtype=example.dtype)
+        made = nnx_model.model(*given, **more)
         validate.model(made, dataset)
     return made
 

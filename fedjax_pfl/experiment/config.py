@@ -16,8 +16,10 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data import shifts
+from fedjax_pfl.data.datasets import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
@@ -27,7 +29,7 @@ from fedjax_pfl.privacy import differential_privacy
 from fedjax_pfl.privacy.attacks import ATTACKS
 
 # None where a partition of the user's own decides
-BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client", "min_size")
 # of optax, those that need a learning rate and gradients only, without a key
 OPTIMIZERS = (
     *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
@@ -57,7 +59,24 @@ class Config:
     )
     dataset: str = _field("digits", "data set, npz:PATH or FILE.py:FUNCTION")
     data_fraction: float = _field(1.0, "stratified fraction of the data set, in (0, 1]")
+    tokenizer: str | None = _field(
+        None, "tokens of texts: word, char or a Hugging Face tokenizer.json"
+    )
+    max_length: Annotated[int, Ge(1)] | None = _field(
+        None, "most tokens of an example (default: 200; of speakers 80)"
+    )
+    image_size: Annotated[int, Ge(1)] | None = _field(
+        None, "pixels per side of images of imagefolder and domains"
+    )
     marks: bool = _field(False, "draw FedDVA's marks: client k has type k mod 4")
+    shift: str | None = _field(
+        None,
+        "change of clients' examples, KIND:V1,V2,... (client i has value i mod their "
+        f"number): {', '.join(SHIFTS)}",
+    )
+    augment: Literal["none", "flip", "crop_flip"] = _field(
+        "none", "augmentation of training images"
+    )
     val_fraction: float | None = _field(
         0.0, "fraction of each client's training examples held out, in [0, 1)"
     )
@@ -65,13 +84,19 @@ class Config:
         "pool", "pool: a quarter of each client's examples; official: the data set's"
     )
     partition: str = _field(
-        "pathological", "assignment of examples, file:PATH or FILE.py:FUNCTION"
+        "pathological",
+        "assignment of examples, natural:COLUMN, file:PATH or FILE.py:FUNCTION",
     )
     alpha: float | None = _field(0.1, "Dirichlet concentration")
     classes_per_client: int | None = _field(
         2, "classes of a client (shards: shards of a client)"
     )
-    clients: int | None = _field(20, "number of clients; file:PATH has its own")
+    min_size: int | None = _field(
+        None, "least examples of a client (default: the partition's own)"
+    )
+    clients: int | None = _field(
+        20, "number of clients; file:PATH and natural:COLUMN have their own"
+    )
     unseen: Annotated[float, Interval(ge=0, lt=1)] = _field(
         0.0, "fraction of clients excluded from training and personalised afterwards"
     )
@@ -224,9 +249,11 @@ def _by_partition(
     """Returns the settings that the partition decides."""
     file = spec.startswith("file:")
     if not (file or user_code.named(spec)):
-        text.choose("partition", spec, PARTITIONS)
+        natural = spec.startswith("natural:")
+        text.choose("partition", "natural:COLUMN" if natural else spec, PARTITIONS)
         missing = [name for name in BY_FILE if values.get(name, 0) is None]
-        return {name: getattr(Config, name) for name in missing}
+        own = {"clients": values.get("clients")} if natural else {}
+        return {name: getattr(Config, name) for name in missing} | own
     if unused := [name for name in BY_FILE if given.get(name) is not None]:
         raise InputError(f"--{unused[0]} has no effect with --partition={spec}.")
     return dict.fromkeys(BY_FILE) | ({"clients": given.get("clients")} if file else {})
@@ -244,7 +271,9 @@ def complete(config: Config) -> Config:
     hyperparameters.check(find(config.algo), hparams)
     for name, known in SETTINGS.items():
         hyperparameters.check_value(known, getattr(config, name))
-    if not config.dataset.startswith(("npz:", "tfds:")):
+    if config.shift is not None:
+        shifts.parse(config.shift)
+    if not config.dataset.startswith(PREFIXES):
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
     for name in ("optimizer", "server_optimizer"):

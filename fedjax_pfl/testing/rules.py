@@ -321,7 +321,7 @@ def layout(s: Subject) -> None:
             np.array([3, 0, 4, 1], np.int32),
         )
     other = subject(s.factory, t, width=2, devices=devices, start=s.start)
-    wide = federation(24, input=t.input, public=t.public)._replace(
+    wide = federation(24, input=t.input, public=t.public, label=t.label)._replace(
         mask_fill=s.federation.mask_fill
     )
     found = run(other, federation=wide, ids=ids, active=ids < N)

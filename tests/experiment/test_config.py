@@ -39,7 +39,7 @@ def test_hyperparameters_are_complete_and_typed():
     [
         ({}, "Choose a method"),
         ({"algo": "dito"}, "Did you mean ditto"),
-        ({"algo": "moon"}, "Unknown algo 'moon'. Known"),
+        ({"algo": "xyzzy"}, "Unknown algo 'xyzzy'. Known"),
         ({"algo": "fedavg", "dataset": "femnist"}, "Unknown dataset 'femnist'. Known"),
         ({"algo": "fedavg", "partition": "noniid"}, "Did you mean pathological or"),
         ({"algo": "fedavg", "preset": "pfedc_mnis"}, "Did you mean pfedc_mnist"),
