@@ -3,6 +3,7 @@ over batches."""
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -409,13 +410,14 @@ def sgd(
     def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         params, stats, opt = carry
 
-        def objective(params: PyTree) -> tuple[Array, PyTree]:
+        def objective(params: PyTree, batch: Batch) -> tuple[Array, PyTree]:
             value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
             return value, others
 
-        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(
-            params
-        )
+        compute = jax.value_and_grad(objective, has_aux=True)
+        if task.per_example is not None:
+            compute = functools.partial(_per_example, task.per_example, compute, key)
+        (value, (stats, *aux)), grads = compute(params, batch)
         if extra is not None:
             grads = trees.add(grads, extra(params))
         updates, opt = optimizer.update(grads, opt, params)
@@ -425,6 +427,34 @@ def sgd(
     carry = (params, variables["stats"], optimizer.init(params))
     carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
+
+
+def _per_example(
+    rule: Callable[[Array, PyTree, Array], PyTree],
+    compute: Callable[[PyTree, Batch], tuple[tuple[Array, PyTree], PyTree]],
+    key: Array,
+    params: PyTree,
+    batch: Batch,
+) -> tuple[tuple[Array, PyTree], PyTree]:
+    """Returns the results of `compute` with rule(key, gradients [B, ...], mask) in
+    place of the gradient of a batch."""
+    if batch.mask.shape != batch.row.shape:
+        raise InputError("gradients per example need one label per example.")
+
+    def one(x: Array, y: Array, row: Array) -> tuple[tuple[Array, PyTree], PyTree]:
+        alone = Batch(x[None], y[None], jnp.ones(1, bool), row[None])
+        return compute(params, alone)
+
+    (values, others), grads = jax.vmap(one)(batch.x, batch.y, batch.row)
+    if jax.tree.leaves(others[0]):
+        raise InputError(
+            "gradients per example need a model without running statistics."
+        )
+    mean = lambda x: jax.vmap(losses.masked_mean, (-1, None), -1)(
+        x.reshape(len(batch.row), -1), batch.mask
+    ).reshape(x.shape[1:])
+    shown = jax.tree.map(mean, (values, others))
+    return shown, rule(keys.fold(key, keys.Loss.NOISE), grads, batch.mask)
 
 
 def bind(task: Task, loss: Loss | None = None) -> Callable[..., tuple[PyTree, Any]]:

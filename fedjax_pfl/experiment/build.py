@@ -43,6 +43,7 @@ from fedjax_pfl.experiment import config as settings, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
@@ -268,6 +269,10 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     rule = optimizer(
         config.optimizer, config.momentum, config.weight_decay, config.clip
     )
+    per_example = None
+    if config.dp == "example":
+        noise = config.dp_noise or 0.0
+        per_example = differential_privacy.per_example(config.dp_clip, noise)
     return simulate.task(
         dataset,
         partition,
@@ -284,16 +289,27 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         drop_last=config.drop_last,
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
+        per_example=per_example,
     )
 
 
 def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
-    """Returns the method's factory, under the server optimizer, and hyperparameters."""
-    factory, hparams = find(config.algo), config.hparams
-    if config.server_optimizer is None:
-        return factory, hparams
-    rate = {server_optimizer.RATE: config.server_lr}
-    return _optimized(factory, config.server_optimizer), hparams | rate
+    """Returns the method's factory, under all options of a run, and hyperparameters."""
+    factory, hparams = find(config.algo), dict(config.hparams)
+    share, attack, scale = settings.attack(config)
+    if config.server_optimizer is not None:
+        factory = _optimized(factory, config.server_optimizer)
+        hparams[server_optimizer.RATE] = config.server_lr
+    if share:
+        factory = _malicious(factory, share, attack, config.seed)
+        hparams["attack_scale"] = scale
+    if config.aggregate != "mean":
+        factory = _robust(factory, config.aggregate)
+        hparams["malicious_share"] = share or robust.ASSUMED
+    if config.dp in ("client", "adaptive"):
+        factory = _private(factory, config.dp == "adaptive")
+        hparams |= {"dp_noise": config.dp_noise, "dp_clip": config.dp_clip}
+    return factory, hparams
 
 
 @functools.cache  # the same function for runs that are one program
@@ -301,6 +317,19 @@ def _optimized(
     factory: Callable[..., Algorithm], name: str
 ) -> Callable[..., Algorithm]:
     return server_optimizer.optimized(factory, optimizer(name))
+
+
+@functools.cache
+def _malicious(
+    factory: Callable[..., Algorithm], share: float, attack: str, seed: int
+) -> Callable[..., Algorithm]:
+    return attacks.malicious(factory, share, attack, seed=seed)
+
+
+_robust = functools.cache(robust.robust)
+_private = functools.cache(
+    lambda factory, adaptive: differential_privacy.private(factory, adaptive=adaptive)
+)
 
 
 def make_program(
