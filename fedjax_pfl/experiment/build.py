@@ -15,7 +15,14 @@ import optax
 from absl import logging
 from chex import Numeric
 
-from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
+from fedjax_pfl import (
+    compression,
+    local_training,
+    server_optimizer,
+    simulate,
+    trees,
+    user_code,
+)
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import (
     datasets,
@@ -303,6 +310,8 @@ def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
     if share:
         factory = _malicious(factory, share, attack, config.seed)
         hparams["attack_scale"] = scale
+    if (found := settings.compression(config)) is not None:
+        factory = _compressed(factory, *found)
     if config.aggregate != "mean":
         factory = _robust(factory, config.aggregate)
         hparams["malicious_share"] = share or robust.ASSUMED
@@ -327,6 +336,7 @@ def _malicious(
 
 
 _robust = functools.cache(robust.robust)
+_compressed = functools.cache(compression.compressed)
 _private = functools.cache(
     lambda factory, adaptive: differential_privacy.private(factory, adaptive=adaptive)
 )

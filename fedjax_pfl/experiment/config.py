@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.compression import RULES as COMPRESSIONS
 from fedjax_pfl.data import shifts
 from fedjax_pfl.data.datasets import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
@@ -133,6 +134,9 @@ class Config:
     aggregate: Literal[
         "mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
     ] = _field("mean", "rule that the server averages uploads by")
+    compress: str | None = _field(
+        None, "compression of uploads: top_k:FRACTION, qsgd:LEVELS or low_rank:RANK"
+    )
     malicious: str | None = _field(
         None,
         f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
@@ -284,6 +288,7 @@ def complete(config: Config) -> Config:
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
     attack(config)
+    compression(config)
     config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):
@@ -353,6 +358,15 @@ def attack(config: Config) -> tuple[float, str, float]:
     check("malicious", share, 0, 1, open_high=True)
     found = text.choose("attack", name, ATTACKS)
     return share, found, parse(float, "malicious", scale or "1")
+
+
+def compression(config: Config) -> tuple[str, float] | None:
+    """Returns rule and amount of `top_k:0.01`."""
+    if config.compress is None:
+        return None
+    name, _, amount = config.compress.partition(":")
+    rule = text.choose("compression", name, COMPRESSIONS)
+    return rule, parse(float, "compress", amount)
 
 
 def accounted(config: Config) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def sender(
     hparams: dict[str, Any] | None = None,
     *,
     t: int = 0,
+    lr_decay: float = 1.0,
 ) -> Callable[[Array, Traced, State, Array, Array], PyTree]:
     """Returns the update that a client sends as a function of its examples.
 
@@ -115,7 +116,7 @@ def sender(
     if task.epochs is None:
         raise InputError("A reconstruction needs a task with `epochs`.")
     task = task._replace(augment=None, participation=(1.0, 1.0))
-    algorithm, _ = bound(factory, task, hparams or {}, 1.0)
+    algorithm, _ = bound(factory, task, hparams or {}, lr_decay)
     name = method_name(factory)
 
     def send(key: Array, traced: Traced, state: State, x: Array, y: Array) -> PyTree:
