@@ -158,7 +158,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     """
     config = settings.complete(config)
     whole = load_data(config)
-    dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
+    dataset, public = divided(config, whole)
+    unmarked = dataset
     everybody = assign(config, dataset)
     kinds: tuple[str, ...] = ()
     if config.marks:
@@ -175,7 +176,6 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         own = select(everybody, trained)
         dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
     task = make_task(config, dataset, everybody)
-    public = load_public(config)
     if public is not None:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
@@ -250,8 +250,7 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
-        rows = assign(config, part)
+        rows = assign(config, divided(config, load_data(config))[0])
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
@@ -406,20 +405,33 @@ def lay_out(config: Config, task: Task) -> Config:
     return config.replace(devices=str(devices), width=str(width))
 
 
-def load_public(config: Config) -> datasets.Dataset | None:
-    """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
+def divided(
+    config: Config, whole: datasets.Dataset
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Returns the clients' data set and the public examples: those of another data set,
+    or training examples of the clients' own that no client gets."""
+    dataset = datasets.subset(whole, config.data_fraction, config.seed)
     if config.public is None:
-        return None
+        return dataset, None
     head, _, count = config.public.rpartition(":")
     name = head if count.isdecimal() else config.public
-    if name == config.dataset:
-        raise InputError(f"--public={config.public} is the data set of the clients.")
-    dataset = datasets.load(name, config.data_dir, config.seed)
-    if name == config.public:
-        return dataset
-    order = np.random.default_rng(config.seed).permutation(len(dataset.y))
-    rows = np.sort(order[: int(count)])
-    return dataset.take(rows, len(rows))
+    rng = np.random.default_rng(config.seed)
+    if name != config.dataset:
+        pool = datasets.load(name, config.data_dir, config.seed)
+        if name == config.public:
+            return dataset, pool
+        rows = np.sort(rng.permutation(len(pool.y))[: int(count)])
+        return dataset, pool.take(rows, len(rows))
+    n = dataset.num_train
+    if name == config.public or not 1 <= int(count) < n:
+        raise InputError(
+            f"--public={config.public} is the data set of the clients: give a number "
+            f"of its {n} training examples, as {name}:1000."
+        )
+    order = rng.permutation(n)
+    rows, rest = np.sort(order[: int(count)]), np.sort(order[int(count) :])
+    kept = np.append(rest, np.arange(n, len(dataset.y)))
+    return dataset.take(kept, len(rest)), dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:

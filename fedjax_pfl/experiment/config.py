@@ -169,7 +169,9 @@ class Config:
         None, "small network that all clients exchange (default: the smallest)"
     )
     public: str | None = _field(
-        None, "public examples: a data set, or a number of them, as cifar100:10000"
+        None,
+        "public examples: a data set, or a number of them, as cifar100:10000 (of the "
+        "clients' own data set examples that no client gets)",
     )
     bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")

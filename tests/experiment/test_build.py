@@ -91,8 +91,16 @@ def test_public_examples(tmp_path):
     e = make(algo="fedmd", public=f"{file}:pool:7")
     assert e.public.x.shape == (7, *e.dataset.x.shape[1:])
     assert len(e.federation.public.y) == e.task.public.shape[0] == 7
+
+
+def test_public_examples_of_the_clients_own_data_set_belong_to_no_client():
+    e = make(algo="fedmd", public="digits:7")
+    whole = make(algo="fedmd", public="synthetic:7").dataset
+    assert len(e.public.y) == 7 and len(e.dataset.y) == len(whole.y) - 7
+    both = np.concatenate([e.dataset.x, e.public.x]).reshape(len(whole.y), -1)
+    assert sorted(map(bytes, both)) == sorted(map(bytes, whole.x.reshape(both.shape)))
     with pytest.raises(InputError, match="is the data set of the clients"):
-        make(public="digits:7")
+        make(public="digits")
 
 
 def test_runs_with_the_same_room_have_the_same_shapes():
