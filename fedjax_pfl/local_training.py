@@ -80,6 +80,32 @@ def _copied_rows_of_clients(
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
+def shares_loop() -> bool:
+    """Returns True if the clients of a batch share one trip count, their largest.
+
+    A loop whose condition differs between clients copies its carry in every turn, on an
+    accelerator all weights. On a CPU small networks only are batched.
+    """
+    return platform() != "cpu"
+
+
+def trips(count: Any) -> Any:
+    """Returns the trip count of a loop: the client's, or the largest of its batch."""
+    return _largest(jnp.asarray(count)) if shares_loop() else count
+
+
+@jax.custom_batching.custom_vmap
+def _largest(count: Array) -> Array:
+    return count
+
+
+@_largest.def_vmap
+def _largest_of_clients(
+    size: int, batched: list[bool], count: Array
+) -> tuple[Array, bool]:
+    return _largest(jnp.max(count) if batched[0] else count), False
+
+
 def held_out(size: Numeric, fraction: Numeric) -> Array:
     """How many of a client's rows `holdout` holds out, [] int32."""
     held = jnp.clip(
@@ -143,6 +169,7 @@ def steps(
     steps: int | Array | None = None,
     batches_per_step: int = 1,
     drop_last: bool = False,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
@@ -152,12 +179,17 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps, and no batch consists of padding only.
+    exactly its own steps. Where clients share the loop (`shares_loop`) batches of
+    padding only follow a client's own, with masks that are False.
+
+    Args:
+      keeps: the step takes `active` [] and returns its carry unchanged where that is
+        False (None: the loop is not shared); else the carry is selected.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
-    length = data.index.shape[0]
+    shared, length = shares_loop(), data.index.shape[0]
     per_epoch, total = _counts(data, batch_size, epochs, steps, drop_last)
     passes: Any = (
         epochs
@@ -165,15 +197,23 @@ def steps(
         else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
     )
 
-    def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
-        carry, sums = loop
+    def one(
+        e: Array, orders: list[Array], count: Array, s: Array, loop: PyTree
+    ) -> PyTree:
+        carry, sums, active = loop
         step_key = jax.random.fold_in(
             keys.fold(key, keys.Client.STEP), e * per_epoch + s
         )
-        carry, aux = step(
-            step_key, carry, *_batches(data, orders, s * batch_size, batch_size)
-        )
-        return carry, trees.add(sums, aux)
+        batches = _batches(data, orders, s * batch_size, batch_size)
+        if not shared:
+            carry, aux = step(step_key, carry, *batches)
+            return carry, trees.add(sums, aux), active
+        batches = [b._replace(mask=b.mask & active) for b in batches]
+        mine = {"active": active} if keeps else {}
+        new, aux = step(step_key, carry, *batches, **mine)
+        aux = jax.tree.map(lambda x: jnp.where(active, x, 0), aux)
+        new = new if keeps else trees.choose(active, new, carry)
+        return new, trees.add(sums, aux), s + 1 < count
 
     def epoch(e: Array, loop: PyTree) -> PyTree:
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), e)
@@ -186,9 +226,10 @@ def steps(
             for key in draws
         ]
         count = jnp.minimum(per_epoch, total - e * per_epoch)
+        first = (*loop, 0 < count)
         return jax.lax.fori_loop(
-            0, count, lambda s, loop: one(e, orders, s, loop), loop
-        )
+            0, trips(count), lambda s, loop: one(e, orders, count, s, loop), first
+        )[:2]
 
     step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
     orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
@@ -196,7 +237,7 @@ def steps(
         lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1]
     )
     with jax.named_scope(SCOPE):
-        carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
+        carry, sums = jax.lax.fori_loop(0, trips(passes), epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
 
 
@@ -234,6 +275,7 @@ def work(
     *,
     epochs: int | None = None,
     batches_per_step: int = 1,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """The task's local work: `steps` with its batch size, its epochs or steps (or
     `epochs`), and augmented batches."""
@@ -243,7 +285,9 @@ def work(
         else {"epochs": epochs}
     )
 
-    def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
+    def augmented(
+        key: Array, carry: PyTree, *batches: Batch, **rest: Array
+    ) -> tuple[PyTree, PyTree]:
         if task.augment is not None:
             draws = [
                 keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)
@@ -252,11 +296,12 @@ def work(
                 b._replace(x=task.augment(k, b.x))
                 for k, b in zip(draws, batches, strict=True)
             )
-        return step(keys.fold(key, keys.Step.LOSS), carry, *batches)
+        return step(keys.fold(key, keys.Step.LOSS), carry, *batches, **rest)
 
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "drop_last": task.drop_last,
+        "keeps": keeps,
         **length,
     }
     return steps(
@@ -315,11 +360,13 @@ def sgd(
     optimizer = task.optimizer(task.lr)
     fixed = {name: part for name, part in variables.items() if name not in train}
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        params, stats, opt = carry
+    def step(
+        key: Array, carry: PyTree, batch: Batch, active: Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        params, old, opt = carry
 
         def objective(params: PyTree) -> tuple[Array, PyTree]:
-            value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
+            value, *others = loss({**fixed, **params, "stats": old}, batch, key)
             return value, others
 
         (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(
@@ -327,12 +374,15 @@ def sgd(
         )
         if extra is not None:
             grads = trees.add(grads, extra(params))
-        updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), stats, opt), (value, *aux)
+        updates, new = optimizer.update(grads, opt, params)
+        if active is not None:
+            updates = jax.tree.map(lambda x: jnp.where(active, x, 0), updates)
+            stats, new = trees.choose(active, (stats, new), (old, opt))
+        return (optax.apply_updates(params, updates), stats, new), (value, *aux)
 
     params = {name: variables[name] for name in train}
     carry = (params, variables["stats"], optimizer.init(params))
-    carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
+    carry, means, _ = work(key, data, step, carry, task, epochs=epochs, keeps=True)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
@@ -370,12 +420,12 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
 
     def one(s: Array, carry: T) -> T:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
-        return function(carry, batch)
+        new = function(carry, batch)
+        return trees.choose(s < count, new, carry) if shares_loop() else new
 
+    count = (data.size + batch_size - 1) // batch_size
     with jax.named_scope(SCOPE):
-        return jax.lax.fori_loop(
-            0, (data.size + batch_size - 1) // batch_size, one, carry
-        )
+        return jax.lax.fori_loop(0, trips(count), one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:
