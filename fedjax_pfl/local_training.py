@@ -226,7 +226,7 @@ def steps(
             for key in draws
         ]
         count = jnp.minimum(per_epoch, total - e * per_epoch)
-        first = (*loop, 0 < count)
+        first = (*loop, count > 0)
         return jax.lax.fori_loop(
             0, trips(count), lambda s, loop: one(e, orders, count, s, loop), first
         )[:2]

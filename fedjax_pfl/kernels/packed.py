@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_pfl.kernels.pooling import larger
+from fedjax_pfl.kernels.pooling import relu_of_largest
 from fedjax_pfl.kernels.vmapped import vmapped
 from fedjax_pfl.types import Array
 
@@ -105,9 +105,7 @@ def _pooled_in_blocks(x: Array, kernel: Array, bias: Array, padding: int) -> Arr
     y = lax.conv_general_dilated(
         _blocks(x, 3), _blocks(kernel, 2), (1, 1), "VALID", dimension_numbers=numbers
     )
-    a, b, c, d = jnp.split(y, 4, axis=3)
-    y = larger(larger(a, b), larger(c, d))[..., :out]
-    return jax.nn.relu(y + bias[None, None, None])
+    return relu_of_largest([part[..., :out] for part in jnp.split(y, 4, axis=3)], bias)
 
 
 def _blocks(x: Array, axis: int) -> Array:

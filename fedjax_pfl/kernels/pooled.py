@@ -13,13 +13,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fedjax_pfl.kernels.convolution import conv_general_dilated
+from fedjax_pfl.kernels.pooling import NONE, largest
 from fedjax_pfl.types import Array
 
 FEW = 4  # channels of an image, at most
-NONE = 4  # in place of the number of a window's value: none is positive
 
 
 def conv_relu_pool(x: Array, kernel: Array, bias: Array, padding: int) -> Array:
@@ -84,11 +83,8 @@ def _index(shape: tuple[int, ...], high: int, wide: int) -> np.ndarray:
 
 @jax.custom_jvp
 def _relu_of_largest(y: Array, bias: Array) -> Array:
-    """relu(max over the window + bias): y [B, H, W, 4, O] and bias [O] -> [B, H, W, O].
-
-    Where values tie, one of them gets the gradient.
-    """
-    return jax.nn.relu(jnp.max(y, axis=3) + bias[None, None, None])
+    """`pooling.relu_of_largest` of y [B, H, W, 4, O], whose gradient is one array."""
+    return largest(jnp.unstack(y, axis=3), bias[None, None, None])[0]
 
 
 @_relu_of_largest.defjvp
@@ -96,19 +92,11 @@ def _relu_of_largest_jvp(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     y, bias = primals
-    value = _relu_of_largest(y, bias)
-    top, parts = jnp.max(y, axis=3), jnp.unstack(y, axis=3)
-    which = jnp.full(top.shape, 3, jnp.uint8)
-    for i in (2, 1, 0):
-        which = jnp.where(parts[i] == top, jnp.uint8(i), which)
-    which = jnp.where(value > 0, which, jnp.uint8(NONE))
-    # only `which`, a byte per window, is kept for the gradient
-    route = jax.checkpoint(_route, prevent_cse=False)
-    return value, route(which, *tangents)
+    value, which = largest(jnp.unstack(y, axis=3), bias[None, None, None])
+    return value, jax.checkpoint(_route, prevent_cse=False)(which, *tangents)
 
 
 def _route(which: Array, dy: Array, dbias: Array) -> Array:
     values = jnp.arange(4, dtype=jnp.uint8).reshape(1, 1, 1, 4, 1)
-    chosen = which[:, :, :, None] == values
     moved = jnp.where(which < NONE, dbias[None, None, None], 0)
-    return jnp.sum(jnp.where(chosen, dy, 0), axis=3) + moved
+    return jnp.sum(jnp.where(which[:, :, :, None] == values, dy, 0), axis=3) + moved
