@@ -130,7 +130,8 @@ def test_every_form_has_its_rows_on_an_accelerator(monkeypatch):
     assert throughput.forms("cnn") == {"XLA conv": "xla", "ours": "auto"}
     assert throughput.widths(throughput.cohort("cnn")) == [1, 4, 20]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert list(throughput.forms("cnn").values()) == ["xla", "matmul", "winograd"]
+    expected = ["xla", "matmul", "winograd", "auto"]
+    assert list(throughput.forms("cnn").values()) == expected
     assert throughput.widths(throughput.cohort("cnn")) == [8, 32, 128]
     assert throughput.widths(throughput.cohort("resnet18")) == [8, 25]
     assert throughput.forms("mlp28") == {"ours": "auto"}
