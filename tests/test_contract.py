@@ -121,7 +121,7 @@ def subject(method):
     )
 
 
-def clip_and_add_noise(options, key, upload, default):
+def clip_and_add_noise(options, key, upload, default, client):
     """How far the upload is from the default is clipped to options[0], unless that is
     negative; options[1] is the standard deviation of a number that is added."""
     bound, sigma = options

@@ -513,3 +513,59 @@ def test_labels_are_int32_whatever_integers_they_were():
         public=data._replace(y=data.y.astype(np.uint8)),
     )
     assert made.examples.y.dtype == made.public.y.dtype == jnp.int32
+
+
+def test_tfds_without_the_splits_that_are_read(tmp_path):
+    folder = prepared.dataset(
+        tmp_path, "mnist", _pictures(4, (28, 28, 1)), {"label": np.arange(4)}, 2
+    )
+    info = folder / "dataset_info.json"
+    info.write_text(
+        info.read_text()
+        .replace('"train"', '"validation"')
+        .replace('"test"', '"holdout"')
+    )
+    with pytest.raises(InputError, match="'mnist' must have a split train or test"):
+        datasets.load("mnist", str(tmp_path))
+
+
+def test_a_line_about_a_data_set():
+    digits = datasets.load("digits")
+    assert datasets.describe(digits) == (
+        "digits: uint8[8, 8, 1] in [0, 16], 10 classes, 1,797 training and 0 test "
+        "examples"
+    )
+
+
+GREY = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1))
+UNUSUAL = [  # inputs, and what is said about them; nothing: they are usual
+    (GREY.astype(np.uint8), None),
+    (GREY.astype(np.float32) / 255, None),
+    (GREY.astype(np.float32) / 100 - 1, None),
+    (GREY.astype(np.int16), "integers are taken as plain numbers"),
+    (GREY.reshape(6, 64), "integers are taken as plain numbers"),
+    (GREY.astype(np.float32), "floats are not scaled"),
+    (-GREY.astype(np.float64), "floats are not scaled"),
+    ((GREY > 9).astype(np.uint8), "nearly black"),
+    (np.zeros((6, 4), np.float32), "all inputs are equal"),
+    (GREY.reshape(6, 1, 8, 8).astype(np.uint8), "channels come first"),
+]
+
+
+@pytest.mark.parametrize(("x", "text"), UNUSUAL)
+def test_unusual_inputs_are_named(x, text):
+    found = datasets.unusual(datasets.load((x, np.arange(6) % 2)), as_numbers=True)
+    assert found == [] if text is None else len(found) == 1 and text in found[0]
+
+
+def test_unusual_labels_are_named():
+    x = np.random.default_rng(0).normal(size=(6, 4))
+    gap = datasets.unusual(datasets.load((x, np.arange(6) % 2 * 3)), as_numbers=True)
+    assert gap == ["dataset: 2 classes have no example."]
+    one = datasets.unusual(datasets.load((x, np.zeros(6, int))), as_numbers=True)
+    assert one == ["dataset: there is a single class."]
+
+
+def test_tokens_are_usual_for_an_own_network():
+    tokens = datasets.load((GREY.reshape(6, 64), np.arange(6) % 2))
+    assert datasets.unusual(tokens, as_numbers=False) == []

@@ -636,7 +636,7 @@ WRONG = [
     ),
     (
         transformed,
-        {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)},
+        {"by": lambda key, upload, *_: jax.tree.map(lambda x: x[:1], upload)},
         "fedavg: `transform` must keep the upload",
     ),
     *(

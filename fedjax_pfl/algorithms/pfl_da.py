@@ -43,7 +43,7 @@ def pfl_da(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         return State({"head": w["head"]}, trees.replicate(w, task.num_clients))
 
     def client(c, server, w):
-        plain = losses.classification(c.model)
+        plain = losses.classification(c.model, task)
 
         def near(w, batch, key):
             value, stats = plain(w, batch, key)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, check_inputs, checked
+from fedjax_pfl.data.datasets import Dataset, check_inputs, checked, label_type
 from fedjax_pfl.data.partition import Partition, checked as checked_rows, class_counts
 from fedjax_pfl.types import Examples, Federation, Subset
 
@@ -45,7 +45,8 @@ def federate(
 
 
 def _examples(dataset: Dataset) -> Examples:
-    return Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y, jnp.int32))
+    y = jnp.asarray(dataset.y, label_type(dataset.y))
+    return Examples(jnp.asarray(dataset.x), y)
 
 
 def others(

@@ -16,16 +16,21 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.compression import RULES as COMPRESSIONS
+from fedjax_pfl.data import shifts
+from fedjax_pfl.data.datasets import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
 from fedjax_pfl.models.layers import CONVOLUTIONS
+from fedjax_pfl.privacy import differential_privacy
+from fedjax_pfl.privacy.attacks import ATTACKS
 
 # None where a partition of the user's own decides
-BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client", "min_size")
 # of optax, those that need a learning rate and gradients only, without a key
 OPTIMIZERS = (
     *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
@@ -55,7 +60,24 @@ class Config:
     )
     dataset: str = _field("digits", "data set, npz:PATH or FILE.py:FUNCTION")
     data_fraction: float = _field(1.0, "stratified fraction of the data set, in (0, 1]")
+    tokenizer: str | None = _field(
+        None, "tokens of texts: word, char or a Hugging Face tokenizer.json"
+    )
+    max_length: Annotated[int, Ge(1)] | None = _field(
+        None, "most tokens of an example (default: 200; of speakers 80)"
+    )
+    image_size: Annotated[int, Ge(1)] | None = _field(
+        None, "pixels per side of images of imagefolder and domains"
+    )
     marks: bool = _field(False, "draw FedDVA's marks: client k has type k mod 4")
+    shift: str | None = _field(
+        None,
+        "change of clients' examples, KIND:V1,V2,... (client i has value i mod their "
+        f"number): {', '.join(SHIFTS)}",
+    )
+    augment: Literal["none", "flip", "crop_flip"] = _field(
+        "none", "augmentation of training images"
+    )
     val_fraction: float | None = _field(
         0.0, "fraction of each client's training examples held out, in [0, 1)"
     )
@@ -63,13 +85,19 @@ class Config:
         "pool", "pool: a quarter of each client's examples; official: the data set's"
     )
     partition: str = _field(
-        "pathological", "assignment of examples, file:PATH or FILE.py:FUNCTION"
+        "pathological",
+        "assignment of examples, natural:COLUMN, file:PATH or FILE.py:FUNCTION",
     )
     alpha: float | None = _field(0.1, "Dirichlet concentration")
     classes_per_client: int | None = _field(
         2, "classes of a client (shards: shards of a client)"
     )
-    clients: int | None = _field(20, "number of clients; file:PATH has its own")
+    min_size: int | None = _field(
+        None, "least examples of a client (default: the partition's own)"
+    )
+    clients: int | None = _field(
+        20, "number of clients; file:PATH and natural:COLUMN have their own"
+    )
     unseen: Annotated[float, Interval(ge=0, lt=1)] = _field(
         0.0, "fraction of clients excluded from training and personalised afterwards"
     )
@@ -82,8 +110,10 @@ class Config:
     rounds: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         100, "communication rounds; may grow when a run resumes"
     )
-    epochs: int | None = _field(1, "local epochs per round")
-    steps: int | None = _field(None, "local steps per round, instead of epochs")
+    epochs: Annotated[int, Ge(1)] | None = _field(1, "local epochs per round")
+    steps: Annotated[int, Ge(1)] | None = _field(
+        None, "local steps per round, instead of epochs"
+    )
     batch_size: int = _field(10, "examples per step")
     lr: float = _field(0.005, "learning rate of the clients")
     lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")
@@ -101,6 +131,31 @@ class Config:
     server_lr: Annotated[float, Gt(0)] | None = _field(
         None, "learning rate of --server_optimizer"
     )
+    aggregate: Literal[
+        "mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+    ] = _field("mean", "rule that the server averages uploads by")
+    compress: str | None = _field(
+        None, "compression of uploads: top_k:FRACTION, qsgd:LEVELS or low_rank:RANK"
+    )
+    malicious: str | None = _field(
+        None,
+        f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(ATTACKS)}",
+    )
+    dp: Literal["client", "adaptive", "example"] | None = _field(
+        None,
+        "differential privacy of clients, with adaptive clipping, or of examples",
+    )
+    dp_noise: Annotated[float, Ge(0)] | None = _field(
+        None, "standard deviation of --dp's noise on a sum, in clipping norms"
+    )
+    dp_epsilon: Annotated[float, Gt(0)] | None = _field(
+        None, "epsilon after all rounds, which sets --dp_noise"
+    )
+    dp_clip: Annotated[float, Gt(0)] = _field(1.0, "clipping norm of --dp")
+    dp_sampling: Literal["fixed", "poisson"] = _field(
+        "fixed", "sampling of clients that the accountant of --dp assumes"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
@@ -114,7 +169,9 @@ class Config:
         None, "small network that all clients exchange (default: the smallest)"
     )
     public: str | None = _field(
-        None, "public examples: a data set, or a number of them, as cifar100:10000"
+        None,
+        "public examples: a data set, or a number of them, as cifar100:10000 (of the "
+        "clients' own data set examples that no client gets)",
     )
     bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
@@ -198,9 +255,11 @@ def _by_partition(
     """Returns the settings that the partition decides."""
     file = spec.startswith("file:")
     if not (file or user_code.named(spec)):
-        text.choose("partition", spec, PARTITIONS)
+        natural = spec.startswith("natural:")
+        text.choose("partition", "natural:COLUMN" if natural else spec, PARTITIONS)
         missing = [name for name in BY_FILE if values.get(name, 0) is None]
-        return {name: getattr(Config, name) for name in missing}
+        own = {"clients": values.get("clients")} if natural else {}
+        return {name: getattr(Config, name) for name in missing} | own
     if unused := [name for name in BY_FILE if given.get(name) is not None]:
         raise InputError(f"--{unused[0]} has no effect with --partition={spec}.")
     return dict.fromkeys(BY_FILE) | ({"clients": given.get("clients")} if file else {})
@@ -218,7 +277,9 @@ def complete(config: Config) -> Config:
     hyperparameters.check(find(config.algo), hparams)
     for name, known in SETTINGS.items():
         hyperparameters.check_value(known, getattr(config, name))
-    if not config.dataset.startswith(("npz:", "tfds:")):
+    if config.shift is not None:
+        shifts.parse(config.shift)
+    if not config.dataset.startswith(PREFIXES):
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
     for name in ("optimizer", "server_optimizer"):
@@ -228,6 +289,9 @@ def complete(config: Config) -> Config:
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    attack(config)
+    compression(config)
+    config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
@@ -283,6 +347,53 @@ def participation(value: str) -> tuple[float, float]:
     return parse(float, "participation", low), parse(
         float, "participation", high or low
     )
+
+
+def attack(config: Config) -> tuple[float, str, float]:
+    """Returns fraction, attack and scale of `0.2:sign_flip` or `0.2:scale:10`.
+
+    Without malicious clients the fraction is 0.
+    """
+    fraction, _, rest = (config.malicious or f"0:{ATTACKS[0]}").partition(":")
+    name, _, scale = rest.partition(":")
+    share = parse(float, "malicious", fraction)
+    check("malicious", share, 0, 1, open_high=True)
+    found = text.choose("attack", name, ATTACKS)
+    return share, found, parse(float, "malicious", scale or "1")
+
+
+def compression(config: Config) -> tuple[str, float] | None:
+    """Returns rule and amount of `top_k:0.01`."""
+    if config.compress is None:
+        return None
+    name, _, amount = config.compress.partition(":")
+    rule = text.choose("compression", name, COMPRESSIONS)
+    return rule, parse(float, "compress", amount)
+
+
+def accounted(config: Config) -> dict[str, Any]:
+    """Returns the arguments of `differential_privacy.epsilon` for clients."""
+    if config.clients is None:
+        raise InputError("--dp_epsilon needs --clients; specify --dp_noise.")
+    n = config.clients - math.floor(config.unseen * config.clients + 0.5)
+    most = max(1, math.floor(participation(config.participation)[1] * n + 1e-9))
+    return {"clients": n, "cohort": most, "sampling": config.dp_sampling}
+
+
+def _with_noise(config: Config) -> Config:
+    """Returns the settings with the noise that --dp_epsilon needs."""
+    if config.dp is None:
+        if config.dp_noise is not None or config.dp_epsilon is not None:
+            raise InputError("--dp_noise and --dp_epsilon need --dp.")
+        return config
+    if config.dp_noise is not None:
+        return config
+    if config.dp_epsilon is None or config.dp == "example":
+        raise InputError(f"--dp={config.dp} needs --dp_noise.")
+    noise = differential_privacy.noise_for(
+        config.dp_epsilon, config.rounds, **accounted(config)
+    )
+    return config.replace(dp_noise=noise)
 
 
 def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:

@@ -120,6 +120,8 @@ class RunDirectory:
         self.write("versions.json", now)
         if self._writes:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
+        if e.dataset.words is not None:
+            self.write("vocabulary.json", e.dataset.words)
         self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
         self.write("config.json", vars(e.config))
         return 0, None

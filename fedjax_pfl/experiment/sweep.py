@@ -143,7 +143,8 @@ def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of a setting."""
     if name == "config" or isinstance(value, bool):
         return [value]
-    found = _split(value, name in _NAMES or _is_named(Config, name))
+    commas = name in _NAMES or _is_named(Config, name)
+    found = _split(value, commas and not str(value).startswith("domains:"))
     if len(found) > 1 and name in {*FREE, "preset"}:
         raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found

@@ -48,10 +48,6 @@ ALIASES: dict[str, dict[str, str]] = {
         "finetune": "fedavg_ft",
         "fml": "mutual learning, listed by --list",
         "perfedavg": "per_fedavg",
-        "moon": "",
-        "fedgen": "",
-        "feddyn": "",
-        "fedpac": "",
     },
     "dataset": {
         "femnist": "",

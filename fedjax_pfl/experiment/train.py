@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import simulate
-from fedjax_pfl.data import federate
+from fedjax_pfl.data import datasets, federate
 from fedjax_pfl.engine import memory
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.experiment import (
@@ -310,7 +310,7 @@ def say(*messages: str) -> None:
 
 
 def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
-    """Returns two lines about experiments that begin."""
+    """Returns three lines about experiments that begin."""
     c, n = e.config, e.examples
     part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
     sizes = ", ".join(f"{num_parameters(model):,}" for model in e.task.models)
@@ -319,6 +319,7 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
         f"{c.algo} on {c.dataset}{part}: {text.plural(e.task.num_clients, 'client')} "
         f"({c.partition}), {c.model} with {sizes} parameters, "
         f"{text.plural(c.rounds, 'round')} of {work}\n"
+        f"{datasets.describe(e.dataset)}\n"
         f"{', '.join(str(directory.path) for directory in directories)}: "
         f"width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
     )

@@ -93,6 +93,8 @@ def model(
     compute_dtype: str = "float32",
     features: int | None = None,
     input_dtype: Any = jnp.float32,
+    vocabulary: int | None = None,
+    positions: int | None = None,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -114,7 +116,12 @@ def model(
       features: K, where it is not the network's own: its features are pooled to as
         many, and the head is a new one (`widened`).
       input_dtype: of a prepared example, such as jnp.int32 for tokens (on the command
-        line it is that of the data); networks of MODELS take integers as float32.
+        line it is that of the data); networks of MODELS without a vocabulary take
+        integers as float32.
+      vocabulary: number of tokens, for a factory with a keyword argument of this name
+        (`Dataset.vocabulary`).
+      positions: labels per example L, likewise (`Dataset.positions`). Features are then
+        [B L, K], or [B, L, K] of the body, and outputs [B L, C].
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the
@@ -129,7 +136,11 @@ def model(
     check("num_classes", num_classes, 1, math.inf, whole=True)
     _check_options(bn_stats, conv, compute_dtype)
     built_in = isinstance(factory, str) and not user_code.named(factory)
-    make = _maker(factory, input_shape, num_classes)
+    more = {"vocabulary": vocabulary, "positions": positions}
+    make = _maker(factory, input_shape, num_classes, more)
+    built_in = built_in and "vocabulary" not in user_code.parameters(
+        MODELS[str(factory)]
+    )
     if built_in and jnp.issubdtype(input_dtype, jnp.integer):
         input_dtype = jnp.float32
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
@@ -156,7 +167,10 @@ def model(
     ) -> tuple[Array, PyTree]:
         if built_in and jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.float32)
-        return run(variables["body"], variables["stats"], x, mask, train, key)
+        h, stats = run(variables["body"], variables["stats"], x, mask, train, key)
+        if positions is not None and getattr(h, "ndim", 0) == 3:
+            h = h.reshape(-1, h.shape[-1])
+        return h, stats
 
     def apply(
         variables: PyTree,
@@ -169,7 +183,7 @@ def model(
         return head(variables["head"], h), stats
 
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
-    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
+    if getattr(h, "shape", ())[:1] != (2 * (positions or 1),) or len(h.shape) < 2:
         raise InputError(
             f"{type(template).__name__}.body must return one array [B, K], got {h} for "
             "a batch of 2."
@@ -186,9 +200,13 @@ def _check_options(bn_stats: str, conv: str, compute_dtype: str) -> None:
 
 
 def _maker(
-    factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
+    factory: Factory | str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    more: dict[str, Any],
 ) -> Callable[[nnx.Rngs], Any]:
-    """The factory, or the one of a name, as a function of `rngs`."""
+    """The factory, or the one of a name, as a function of `rngs`; it gets those of
+    `more` that it names."""
     name: str = getattr(factory, "__name__", str(factory))
     own = isinstance(factory, str) and user_code.named(factory)
     if own:
@@ -199,6 +217,8 @@ def _maker(
 
     def make(rngs: nnx.Rngs) -> Any:
         given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}
+        known = user_code.parameters(function)
+        given |= {key: value for key, value in more.items() if key in known}
         build = user_code.bound(function, "model", name, **given)
         with user_code.blamed("model", name) if own else contextlib.nullcontext():
             return build()

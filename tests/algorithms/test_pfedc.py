@@ -862,7 +862,7 @@ def test_a_transformation_sees_no_change_of_branches_that_are_not_sent():
     """In the second round, when the server's branches have left their start."""
     changes = []
 
-    def seen(key, upload, default):
+    def seen(key, upload, default, client):
         change = jnp.abs(upload["head"]["kernel"] - default["head"]["kernel"]).sum(
             axis=0
         )

@@ -39,7 +39,7 @@ def test_hyperparameters_are_complete_and_typed():
     [
         ({}, "Choose a method"),
         ({"algo": "dito"}, "Did you mean ditto"),
-        ({"algo": "moon"}, "Unknown algo 'moon'. Known"),
+        ({"algo": "xyzzy"}, "Unknown algo 'xyzzy'. Known"),
         ({"algo": "fedavg", "dataset": "femnist"}, "Unknown dataset 'femnist'. Known"),
         ({"algo": "fedavg", "partition": "noniid"}, "Did you mean pathological or"),
         ({"algo": "fedavg", "preset": "pfedc_mnis"}, "Did you mean pfedc_mnist"),
@@ -48,6 +48,8 @@ def test_hyperparameters_are_complete_and_typed():
         ({"algo": "ditto", "hparams": {"lam": "x"}}, "lam=x must be a number"),
         ({"algo": "ditto", "hparams": {"lam": "-1"}}, "must be in"),
         ({"algo": "fedavg", "unseen": 1.0}, "must be in"),
+        ({"algo": "fedavg", "epochs": 0}, "`epochs` must be in"),
+        ({"algo": "fedavg", "steps": 0}, "`steps` must be in"),
         ({"algo": "fedavg", "epochs": 1, "steps": 1}, "exactly one"),
         ({"algo": "fedavg", "momentum": 0.9, "optimizer": "adam"}, "--optimizer=sgd"),
         ({"algo": "fedavg", "server_optimizer": "adam"}, "need each other"),
