@@ -50,6 +50,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "pfedsim",
         "fedmtl",
         "apple",
+        "fedcross",
+        "cfl",
         "fedpcl",
     ),
 )
@@ -86,7 +88,7 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr"),
+        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross"),
         "its rounds by hand are in tests/algorithms",
     ),
 }
@@ -420,6 +422,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
         "fedas": (body + 1) * ones,
+        "pfl_da": head * ones,
         "fedl2g": C * C * ones,
         "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
