@@ -42,7 +42,10 @@ def pass_size(sizes: np.ndarray) -> int:
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """Computes the scores of logits [B, C]: `accuracies`, and `acc_majority`, the
-    baseline that predicts the client's most frequent training class."""
+    baseline that predicts the client's most frequent training class; of several labels
+    `several_labels`, of targets `regression`."""
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        return accuracies(outputs, y, mask, client)
     majority = y == jnp.argmax(client.class_counts)
     return accuracies(outputs, y, mask, client) | {
         "acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))
@@ -53,8 +56,12 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """Computes the scores of logits [B, C]: `acc`, argmax over all classes, and
     `acc_present`, argmax over the classes of the client's training examples.
 
-    Masked rows do not count, and a row with a NaN logit is wrong.
+    Masked rows do not count, and a row with a NaN logit is wrong. Other labels than
+    classes have the scores of `classification`.
     """
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        score = several_labels if y.dtype == bool else regression
+        return score(outputs, y, mask, client)
     count, held = jnp.sum(mask), client.class_counts > 0
     wanted, found = [*mask.shape, *held.shape], getattr(outputs, "shape", None)
     if found is None or list(found) != wanted:
@@ -72,6 +79,55 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
         "acc": (hits(outputs), count),
         "acc_present": (jnp.where(jnp.any(held), present, 0), count),
     }
+
+
+def regression(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """Computes the scores of outputs and targets [B, D]: `mse`, `mae`, `r2`, and
+    `mse_mean`, the error of the mean of the client's test targets.
+
+    `r2` is 1 - squared error / squared distance from that mean, averaged over targets.
+    """
+    _check_targets(outputs, y)
+    held = client.test
+    here = (jnp.arange(len(held.index)) < held.size)[:, None]
+    own = jnp.where(here, held.examples.y[held.index], 0)
+    mean = jnp.sum(own, axis=0) / jnp.maximum(held.size, 1)  # [D]
+
+    def total(values: Array) -> Array:  # [B, D] -> [D]
+        return jnp.sum(jnp.where(mask[:, None], values, 0), axis=0)
+
+    error, spread = total((outputs - y) ** 2), total((y - mean[None]) ** 2)
+    count = jnp.sum(mask)
+    return {
+        "mse": (jnp.mean(error), count),
+        "mae": (jnp.mean(total(jnp.abs(outputs - y))), count),
+        "r2": (spread - error, spread),
+        "mse_mean": (jnp.mean(spread), count),
+    }
+
+
+def several_labels(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """Computes the scores of logits and labels [B, D] bool, positive logits being
+    predicted labels.
+
+    `f1` is the mean over labels that occur or are predicted, `exact` the share of
+    examples with all labels right, `hamming` the share of right labels.
+    """
+    _check_targets(outputs, y)
+    count, row = jnp.sum(mask), mask[:, None]
+    guess, right = (outputs > 0) & row, ((outputs > 0) == y) & row
+    both, either = (guess & y), guess.astype(jnp.int32) + (y & row)
+    return {
+        "f1": (2 * jnp.sum(both, axis=0), jnp.sum(either, axis=0)),
+        "exact": (jnp.sum(jnp.all(right, axis=1)), count),
+        "hamming": (jnp.sum(right), count * y.shape[1]),
+    }
+
+
+def _check_targets(outputs: Array, y: Array) -> None:
+    if getattr(outputs, "shape", None) != y.shape:
+        found = getattr(outputs, "shape", type(outputs).__name__)
+        raise ContractError(f"the predictor must return {list(y.shape)}, got {found}.")
 
 
 def ratio(total: Array, count: Array) -> Array:
@@ -118,22 +174,36 @@ def whole(
     """Computes scores {name: []} in METRICS that are no sums over examples; NaN where a
     score is not defined."""
     size = min(BATCH, data.index.shape[0])
-    length = data.index.shape[0] + -data.index.shape[0] % size
+    labels = data.examples.y
+    several = labels.dtype == bool
+    positions = 1 if several or labels.ndim == 1 else labels.shape[1]
+    length = (data.index.shape[0] + -data.index.shape[0] % size) * positions
 
-    def collect(carry: tuple[Array, Array], batch: Batch) -> tuple[Array, Array]:
+    def collect(
+        carry: tuple[Array, Array, Array], batch: Batch
+    ) -> tuple[Array, Array, Array]:
         z = predictor(batch.x, batch.mask)
         z = z[..., 0] if getattr(z, "ndim", 0) == 3 else z  # the personal model's
         if getattr(z, "shape", ())[1:] != (num_classes,):
             raise ContractError(
                 f"`metrics` need a predictor of logits [B, {num_classes}]."
             )
-        at = jnp.where(batch.mask, batch.row, length)
-        logits, y = carry
-        return logits.at[at].set(z, mode="drop"), y.at[at].set(batch.y, mode="drop")
+        at = batch.row[:, None] * positions + jnp.arange(positions)[None]
+        at = jnp.where(batch.mask, at.reshape(-1), length)
+        logits, y, seen = carry
+        return (
+            logits.at[at].set(z, mode="drop"),
+            y.at[at].set(batch.y, mode="drop"),
+            seen.at[at].set(True, mode="drop"),
+        )
 
-    start = jnp.zeros((length, num_classes)), jnp.zeros(length, jnp.int32)
-    logits, y = local_training.fold(data, collect, start, size)
-    p, mask = jax.nn.softmax(logits), jnp.arange(length) < data.size
+    start = (
+        jnp.zeros((length, num_classes)),
+        jnp.zeros((length, *([num_classes] if several else [])), labels.dtype),
+        jnp.zeros(length, bool),
+    )
+    logits, y, mask = local_training.fold(data, collect, start, size)
+    p = jax.nn.sigmoid(logits) if several else jax.nn.softmax(logits)
     return {name: METRICS[name](p, y, mask) for name in metrics}
 
 
@@ -143,7 +213,7 @@ def auc(p: Array, y: Array, mask: Array) -> Array:
 
     Args:
       p: probabilities [M, C].
-      y: labels [M].
+      y: labels [M], or several [M, C] bool.
       mask: [M] bool.
     """
 
@@ -187,6 +257,8 @@ def macro_f1(p: Array, y: Array, mask: Array) -> Array:
     return ratio(2 * both, any_)
 
 
+# the primary score by the kind of labels, and which of its values are better
+HEADLINES = {"f": ("mse", "min"), "b": ("f1", "max")}
 # scores of all of a client's test examples: (p [M, C], y [M], mask [M]) -> []
 METRICS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "auc": auc,
@@ -208,7 +280,7 @@ def _over_classes(
     one: Callable[[Array, Array], Array], p: Array, y: Array, mask: Array
 ) -> Array:
     """Averages one(p [M], hit [M]) over classes with examples inside and outside."""
-    hits = y[None] == jnp.arange(p.shape[1])[:, None]
+    hits = y.T if y.ndim == 2 else y[None] == jnp.arange(p.shape[1])[:, None]
     count = jnp.sum(hits & mask[None], axis=1)
     both = (count > 0) & (count < jnp.sum(mask))
     values = jax.vmap(one)(p.T, hits)

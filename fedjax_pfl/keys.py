@@ -42,6 +42,8 @@ class Server(Stream):
 
     PUBLIC = 40, "the public examples of a round"
     STUDENT = 41, "FedDF: training of the server's models on them"
+    NOISE = 0x6E01, "differential privacy: the noise on a sum of uploads"
+    QUANTILE = 0x6E02, "differential privacy: the noise on the count of clipped clients"
 
 
 class Cohort(Stream):
@@ -68,6 +70,8 @@ class Client(Stream):
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
+    ATTACK = 0x6E03, "malicious clients: random updates"
+    COMPRESS = 0x6E05, "compression of an upload"
 
 
 class Step(Stream):
@@ -88,6 +92,7 @@ class Loss(Stream):
         "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner "
         "steps, + their number",
     )
+    NOISE = 0x6E04, "differential privacy: the noise on a step's gradient"
 
 
 class Init(Stream):

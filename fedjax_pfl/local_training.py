@@ -3,6 +3,7 @@ over batches."""
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -89,6 +90,32 @@ def _copied_rows_of_clients(
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
+def shares_loop() -> bool:
+    """Returns True if the clients of a batch share one trip count, their largest.
+
+    A loop whose condition differs between clients copies its carry in every turn, on an
+    accelerator all weights. On a CPU small networks only are batched.
+    """
+    return platform() != "cpu"
+
+
+def trips(count: Any) -> Any:
+    """Returns the trip count of a loop: the client's, or the largest of its batch."""
+    return _largest(jnp.asarray(count)) if shares_loop() else count
+
+
+@jax.custom_batching.custom_vmap
+def _largest(count: Array) -> Array:
+    return count
+
+
+@_largest.def_vmap
+def _largest_of_clients(
+    size: int, batched: list[bool], count: Array
+) -> tuple[Array, bool]:
+    return _largest(jnp.max(count) if batched[0] else count), False
+
+
 def held_out(size: Numeric, fraction: Numeric) -> Array:
     """How many of a client's rows `holdout` holds out, [] int32."""
     held = jnp.clip(
@@ -160,6 +187,7 @@ def steps(
     drop_last: bool = False,
     rows: Array | None = None,
     limit: Array | None = None,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
@@ -169,16 +197,19 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps, and no batch consists of padding only.
+    exactly its own steps. Where clients share the loop (`shares_loop`) batches of
+    padding only follow a client's own, with masks that are False.
 
     Args:
       rows: examples of a batch, at most `batch_size`, which they are by default.
       limit: the largest number of steps.
+      keeps: the step takes `active` [] and returns its carry unchanged where that is
+        False (None: the loop is not shared); else the carry is selected.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
-    length = data.index.shape[0]
+    shared, length = shares_loop(), data.index.shape[0]
     size = batch_size if rows is None else rows
     per_epoch, total = _counts(data, size, epochs, steps, drop_last, limit)
     padding = -length % batch_size if rows is None else batch_size
@@ -188,15 +219,23 @@ def steps(
         else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
     )
 
-    def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
-        carry, sums = loop
+    def one(
+        e: Array, orders: list[Array], count: Array, s: Array, loop: PyTree
+    ) -> PyTree:
+        carry, sums, active = loop
         step_key = jax.random.fold_in(
             keys.fold(key, keys.Client.STEP), e * per_epoch + s
         )
-        carry, aux = step(
-            step_key, carry, *_batches(data, orders, s * size, batch_size, rows)
-        )
-        return carry, trees.add(sums, aux)
+        batches = _batches(data, orders, s * size, batch_size, rows)
+        if not shared:
+            carry, aux = step(step_key, carry, *batches)
+            return carry, trees.add(sums, aux), active
+        batches = [b._replace(mask=b.mask & active) for b in batches]
+        mine = {"active": active} if keeps else {}
+        new, aux = step(step_key, carry, *batches, **mine)
+        aux = jax.tree.map(lambda x: jnp.where(active, x, 0), aux)
+        new = new if keeps else trees.choose(active, new, carry)
+        return new, trees.add(sums, aux), s + 1 < count
 
     def shuffled(e: Array) -> list[Array]:
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), e)
@@ -209,9 +248,10 @@ def steps(
     def epoch(e: Array, loop: PyTree) -> PyTree:
         orders = shuffled(e)
         count = jnp.minimum(per_epoch, total - e * per_epoch)
+        first = (*loop, count > 0)
         return jax.lax.fori_loop(
-            0, count, lambda s, loop: one(e, orders, s, loop), loop
-        )
+            0, trips(count), lambda s, loop: one(e, orders, count, s, loop), first
+        )[:2]
 
     step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
     orders = [jnp.zeros(length + padding, jnp.int32)] * batches_per_step
@@ -221,14 +261,15 @@ def steps(
 
     def turn(loop: PyTree, i: Array) -> tuple[PyTree, None]:
         e, s = jnp.divmod(i, jnp.maximum(per_epoch, 1))
-        return trees.choose(i < total, one(e, shuffled(e), s, loop), loop), None
+        new = one(e, shuffled(e), per_epoch, s, (*loop, i < total))[:2]
+        return trees.choose(i < total, new, loop), None
 
     with jax.named_scope(SCOPE):
         if _BOUNDED.get():
             most = _most(length, batch_size, epochs, steps, data)
             carry, sums = jax.lax.scan(turn, (carry, sums), jnp.arange(most))[0]
         else:
-            carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
+            carry, sums = jax.lax.fori_loop(0, trips(passes), epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
 
 
@@ -311,11 +352,14 @@ def work(
     *,
     epochs: int | None = None,
     batches_per_step: int = 1,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """The task's local work: `steps` with its batch size, its epochs or steps (or
     `epochs`), and augmented batches."""
 
-    def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
+    def augmented(
+        key: Array, carry: PyTree, *batches: Batch, **rest: Array
+    ) -> tuple[PyTree, PyTree]:
         if task.augment is not None:
             draws = [
                 keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)
@@ -329,11 +373,12 @@ def work(
             batches = tuple(
                 _mixed(k, b, task) for k, b in zip(draws, batches, strict=True)
             )
-        return step(keys.fold(key, keys.Step.LOSS), carry, *batches)
+        return step(keys.fold(key, keys.Step.LOSS), carry, *batches, **rest)
 
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "drop_last": task.drop_last,
+        "keeps": keeps,
         **_plan(data.work, task, epochs),
     }
     return steps(
@@ -406,25 +451,59 @@ def sgd(
     optimizer = task.optimizer(rate(data, task))
     fixed = {name: part for name, part in variables.items() if name not in train}
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        params, stats, opt = carry
+    def step(
+        key: Array, carry: PyTree, batch: Batch, active: Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        params, old, opt = carry
 
-        def objective(params: PyTree) -> tuple[Array, PyTree]:
-            value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
+        def objective(params: PyTree, batch: Batch) -> tuple[Array, PyTree]:
+            value, *others = loss({**fixed, **params, "stats": old}, batch, key)
             return value, others
 
-        (value, (stats, *aux)), grads = jax.value_and_grad(objective, has_aux=True)(
-            params
-        )
+        compute = jax.value_and_grad(objective, has_aux=True)
+        if task.per_example is not None:
+            compute = functools.partial(_per_example, task.per_example, compute, key)
+        (value, (stats, *aux)), grads = compute(params, batch)
         if extra is not None:
             grads = trees.add(grads, extra(params))
-        updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), stats, opt), (value, *aux)
+        updates, new = optimizer.update(grads, opt, params)
+        if active is not None:
+            updates = jax.tree.map(lambda x: jnp.where(active, x, 0), updates)
+            stats, new = trees.choose(active, (stats, new), (old, opt))
+        return (optax.apply_updates(params, updates), stats, new), (value, *aux)
 
     params = {name: variables[name] for name in train}
     carry = (params, variables["stats"], optimizer.init(params))
-    carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
+    carry, means, _ = work(key, data, step, carry, task, epochs=epochs, keeps=True)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
+
+
+def _per_example(
+    rule: Callable[[Array, PyTree, Array], PyTree],
+    compute: Callable[[PyTree, Batch], tuple[tuple[Array, PyTree], PyTree]],
+    key: Array,
+    params: PyTree,
+    batch: Batch,
+) -> tuple[tuple[Array, PyTree], PyTree]:
+    """Returns the results of `compute` with rule(key, gradients [B, ...], mask) in
+    place of the gradient of a batch."""
+    if batch.mask.shape != batch.row.shape:
+        raise InputError("gradients per example need one label per example.")
+
+    def one(x: Array, y: Array, row: Array) -> tuple[tuple[Array, PyTree], PyTree]:
+        alone = Batch(x[None], y[None], jnp.ones(1, bool), row[None])
+        return compute(params, alone)
+
+    (values, others), grads = jax.vmap(one)(batch.x, batch.y, batch.row)
+    if jax.tree.leaves(others[0]):
+        raise InputError(
+            "gradients per example need a model without running statistics."
+        )
+    mean = lambda x: jax.vmap(losses.masked_mean, (-1, None), -1)(
+        x.reshape(len(batch.row), -1), batch.mask
+    ).reshape(x.shape[1:])
+    shown = jax.tree.map(mean, (values, others))
+    return shown, rule(keys.fold(key, keys.Loss.NOISE), grads, batch.mask)
 
 
 def bind(task: Task, loss: Loss | None = None) -> Callable[..., tuple[PyTree, Any]]:
@@ -458,12 +537,12 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
     """Runs `carry = function(carry, batch)` over all rows in order."""
     length = data.index.shape[0]
     order = jnp.arange(length + -length % batch_size, dtype=jnp.int32)
+    count = (data.size + batch_size - 1) // batch_size
 
     def one(s: Array, carry: T) -> T:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
-        return function(carry, batch)
-
-    count = (data.size + batch_size - 1) // batch_size
+        new = function(carry, batch)
+        return trees.choose(s < count, new, carry) if shares_loop() else new
 
     def turn(carry: T, s: Array) -> tuple[T, None]:
         return trees.choose(s < count, one(s, carry), carry), None
@@ -472,7 +551,7 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
         if _BOUNDED.get():
             every = jnp.arange(len(order) // batch_size)
             return jax.lax.scan(turn, carry, every)[0]
-        return jax.lax.fori_loop(0, count, one, carry)
+        return jax.lax.fori_loop(0, trips(count), one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:

@@ -40,8 +40,24 @@ def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
 
 
 def of(task: Task) -> Loss:
-    """Returns the task's loss of logits, by default the cross entropy."""
-    return cross_entropy if task.loss is None else task.loss
+    """Returns the task's loss of outputs, by default that of its labels: cross entropy
+    of classes, binary cross entropy of bool, squared error of real numbers."""
+    if task.loss is not None:
+        return task.loss
+    kinds = {"b": binary_cross_entropy, "f": squared_error}
+    return kinds.get(np.dtype(task.label.dtype).kind, cross_entropy)
+
+
+def squared_error(outputs: Array, y: Array, mask: Array) -> Array:
+    """Mean squared error of outputs and targets [B, D] over the valid rows, []."""
+    return masked_mean(jnp.mean((outputs - y) ** 2, axis=-1), mask)
+
+
+def binary_cross_entropy(outputs: Array, y: Array, mask: Array) -> Array:
+    """Mean binary cross entropy of logits [B, D] and labels [B, D] bool over the valid
+    rows, []."""
+    each = optax.losses.sigmoid_binary_cross_entropy(outputs, y.astype(outputs.dtype))
+    return masked_mean(jnp.mean(each, axis=-1), mask)
 
 
 def label_smoothing(epsilon: Numeric) -> Loss:

@@ -189,6 +189,9 @@ class Task(NamedTuple):
     work: Callable[[Array, Array], "Work"] | None = None
     # further scores of logits, names in `evaluation.METRICS`
     metrics: tuple[str, ...] = ()
+    # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
+    # None: that of the mean loss
+    per_example: Callable[[Array, PyTree, Array], PyTree] | None = None
     # batch norm's statistics are averaged; "local": each client's own; "batch": none
     bn_stats: str = "aggregate"
     # the labels of one example, as a row of `Examples.y`
@@ -327,6 +330,7 @@ class Cohort(Protocol):
         weight: PyTree = None,
         default: PyTree,
         phase: int | None = 0,
+        combine: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Maps `client`, which returns a tuple, and averages its first result, the
         upload, over the active clients.
@@ -344,6 +348,10 @@ class Cohort(Protocol):
             sum to zero, and in place of every upload for unseen clients; usually the
             server's present value. Grouped where the upload is marked `Own`, as the
             mean then is.
+          combine: (uploads [S, ...] in the order of the ids, shares, default) -> a tree
+            like the upload, in place of the weighted mean. It needs memory for all S
+            uploads on every device; shares (see `aggregate.shares`) are 0 where a
+            client has no part.
 
         Returns:
           (the mean, in the dtypes of the upload, and the other results [S, ...] as a

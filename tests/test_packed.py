@@ -1,4 +1,4 @@
-"""Convolutions in the lanes of a TPU against XLA's, run on the CPU."""
+"""Blocks of convolution and pooling for accelerators against XLA's, run on the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax import lax
 
 from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.kernels import packed
+from fedjax_pfl.kernels import packed, pooled
 from fedjax_pfl.kernels.convolution import form
 from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.models import layers
@@ -66,13 +66,14 @@ def shared_kernel(block, padding):
 @pytest.mark.parametrize(
     "clients, channels, out, padding", [(4, 3, 32, 0), (6, 1, 6, 2), (5, 8, 16, 0)]
 )
-def test_packed_block_equals_xla(of, clients, channels, out, padding):
+@pytest.mark.parametrize("form", [packed, pooled])
+def test_block_equals_xla(form, of, clients, channels, out, padding):
     args = (
         normal(0, clients, 2, 8, 7, channels),
         normal(1, clients, 3, 3, channels, out),
         normal(2, clients, out),
     )
-    found = jax.jit(of(packed.conv_relu_pool, padding))(*args)
+    found = jax.jit(of(form.conv_relu_pool, padding))(*args)
     expected = jax.jit(of(plain, padding))(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
@@ -111,6 +112,8 @@ def test_platforms_give_the_same_network(name):
 
 def test_platform_chooses_the_form():
     assert form("auto") == "winograd"
+    with on("gpu"):
+        assert form("auto") == "pooled"
     with on("tpu"):
         assert form("auto") == "packed"
         assert form("matmul") == "matmul"

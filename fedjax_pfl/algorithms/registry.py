@@ -13,6 +13,8 @@ ALGORITHMS: dict[str, Factory] = {}
 # names of the methods whose clients may have different architectures
 SEVERAL_ARCHITECTURES: list[str] = []
 
+_CLASSES = "it needs one class per example"
+_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")
 _ROWS = "its targets belong to single examples"
 _LABELS = "its loss reads the class of each example"
 _OWN = "its loss is part of the method"
@@ -31,8 +33,18 @@ EXCLUDES: dict[str, dict[str, str]] = {
         _LABELS,
     )
     | dict.fromkeys(("fedntd", "fedpac", "feddva"), _LABELS)
-    | dict.fromkeys(
-        ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf"), _ROWS
+    | dict.fromkeys(_PUBLIC, _ROWS),
+    "label": dict.fromkeys(
+        (
+            *("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedlc"),
+            *("fedproto", "fd", "fedntd", "fedpac", "fedgh", "knn_per", "mnfl"),
+            *("fml", "fedkd", "fedapen"),
+            *_PUBLIC,
+        ),
+        _CLASSES,
+    ),
+    "positions": dict.fromkeys(
+        ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS
     ),
     "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
     "work": {"mocha": "its local work is `frac` of the examples"},

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import hyperparameters, optimizers
+from fedjax_pfl import evaluation, hyperparameters, optimizers
 from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import contract
@@ -27,10 +27,19 @@ def _sets_rate(task: Task) -> bool:
 EXCLUDED: dict[str, Callable[[Task], bool]] = {
     "optimizer": lambda task: not optimizers.plain_sgd(task.optimizer, _examples(task)),
     "loss": lambda task: task.loss is not None,
+    "label": lambda task: np.dtype(task.label.dtype).kind != "i",
+    "positions": lambda task: task.label.shape != (),
     "mix": lambda task: task.mix is not None,
     "lr": _sets_rate,
     "work": lambda task: task.work is not None,
 }
+
+
+def headline(task: Task, made: Algorithm) -> tuple[str, str]:
+    """Returns the primary score of a method on a task: its own where labels are
+    classes."""
+    kind = np.dtype(task.label.dtype).kind
+    return evaluation.HEADLINES.get(kind, made.headline)
 
 
 def bound(
@@ -69,7 +78,8 @@ def bound(
         if task.schedule is not None:
             lr = lr * task.schedule(jnp.asarray(t))
         with contract.named(factory):
-            return factory(task._replace(lr=lr), **static, **free)
+            made = factory(task._replace(lr=lr), **static, **free)
+        return made._replace(headline=headline(task, made))
 
     return algorithm, values
 

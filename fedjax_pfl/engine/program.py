@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
-from fedjax_pfl.engine import contract, validate
+from fedjax_pfl.engine import contract, exposure, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
@@ -148,6 +148,8 @@ def program(
         devices=devices,
         transform=transform,
     )
+    if task.per_example is not None:
+        exposure.check_per_example(parts, factory, task, hparams)
     algorithm, _ = bound(factory, task, hparams, lr_decay)
     found = _program(on, task, devices, algorithm)._replace(method=factory)
     if checked:

@@ -15,7 +15,14 @@ import optax
 from absl import logging
 from chex import Numeric
 
-from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
+from fedjax_pfl import (
+    compression,
+    local_training,
+    server_optimizer,
+    simulate,
+    trees,
+    user_code,
+)
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import (
     datasets,
@@ -36,12 +43,14 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
+from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
@@ -149,7 +158,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     """
     config = settings.complete(config)
     whole = load_data(config)
-    dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
+    dataset, public = divided(config, whole)
+    unmarked = dataset
     everybody = assign(config, dataset)
     kinds: tuple[str, ...] = ()
     if config.marks:
@@ -166,7 +176,6 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         own = select(everybody, trained)
         dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
     task = make_task(config, dataset, everybody)
-    public = load_public(config)
     if public is not None:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
@@ -196,7 +205,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=factory(task, **hparams).headline,
+        headline=headline(task, factory(task, **hparams)),
         networks=network_names(config, len(everybody.train))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
@@ -242,8 +251,7 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
-        rows = assign(config, part)
+        rows = assign(config, divided(config, load_data(config))[0])
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
@@ -272,6 +280,10 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         rule = optimizer(
             config.optimizer, config.momentum, config.weight_decay, config.clip
         )
+    per_example = None
+    if config.dp == "example":
+        noise = config.dp_noise or 0.0
+        per_example = differential_privacy.per_example(config.dp_clip, noise)
     return simulate.task(
         dataset,
         partition,
@@ -288,17 +300,30 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         drop_last=config.drop_last,
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
+        per_example=per_example,
         **task_options.chosen(config, class_counts(partition, dataset)),
     )
 
 
 def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
-    """Returns the method's factory, under the server optimizer, and hyperparameters."""
-    factory, hparams = find(config.algo), config.hparams
-    if config.server_optimizer is None:
-        return factory, hparams
-    rate = {server_optimizer.RATE: config.server_lr}
-    return _optimized(factory, config.server_optimizer), hparams | rate
+    """Returns the method's factory, under all options of a run, and hyperparameters."""
+    factory, hparams = find(config.algo), dict(config.hparams)
+    share, attack, scale = settings.attack(config)
+    if config.server_optimizer is not None:
+        factory = _optimized(factory, config.server_optimizer)
+        hparams[server_optimizer.RATE] = config.server_lr
+    if share:
+        factory = _malicious(factory, share, attack, config.seed)
+        hparams["attack_scale"] = scale
+    if (found := settings.compression(config)) is not None:
+        factory = _compressed(factory, *found)
+    if config.aggregate != "mean":
+        factory = _robust(factory, config.aggregate)
+        hparams["malicious_share"] = share or robust.ASSUMED
+    if config.dp in ("client", "adaptive"):
+        factory = _private(factory, config.dp == "adaptive")
+        hparams |= {"dp_noise": config.dp_noise, "dp_clip": config.dp_clip}
+    return factory, hparams
 
 
 @functools.cache  # the same function for runs that are one program
@@ -306,6 +331,20 @@ def _optimized(
     factory: Callable[..., Algorithm], name: str
 ) -> Callable[..., Algorithm]:
     return server_optimizer.optimized(factory, optimizer(name))
+
+
+@functools.cache
+def _malicious(
+    factory: Callable[..., Algorithm], share: float, attack: str, seed: int
+) -> Callable[..., Algorithm]:
+    return attacks.malicious(factory, share, attack, seed=seed)
+
+
+_robust = functools.cache(robust.robust)
+_compressed = functools.cache(compression.compressed)
+_private = functools.cache(
+    lambda factory, adaptive: differential_privacy.private(factory, adaptive=adaptive)
+)
 
 
 def make_program(
@@ -372,20 +411,33 @@ def lay_out(config: Config, task: Task) -> Config:
     return config.replace(devices=str(devices), width=str(width))
 
 
-def load_public(config: Config) -> datasets.Dataset | None:
-    """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
+def divided(
+    config: Config, whole: datasets.Dataset
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Returns the clients' data set and the public examples: those of another data set,
+    or training examples of the clients' own that no client gets."""
+    dataset = datasets.subset(whole, config.data_fraction, config.seed)
     if config.public is None:
-        return None
+        return dataset, None
     head, _, count = config.public.rpartition(":")
     name = head if count.isdecimal() else config.public
-    if name == config.dataset:
-        raise InputError(f"--public={config.public} is the data set of the clients.")
-    dataset = datasets.load(name, config.data_dir, config.seed)
-    if name == config.public:
-        return dataset
-    order = np.random.default_rng(config.seed).permutation(len(dataset.y))
-    rows = np.sort(order[: int(count)])
-    return dataset.take(rows, len(rows))
+    rng = np.random.default_rng(config.seed)
+    if name != config.dataset:
+        pool = datasets.load(name, config.data_dir, config.seed)
+        if name == config.public:
+            return dataset, pool
+        rows = np.sort(rng.permutation(len(pool.y))[: int(count)])
+        return dataset, pool.take(rows, len(rows))
+    n = dataset.num_train
+    if name == config.public or not 1 <= int(count) < n:
+        raise InputError(
+            f"--public={config.public} is the data set of the clients: give a number "
+            f"of its {n} training examples, as {name}:1000."
+        )
+    order = rng.permutation(n)
+    rows, rest = np.sort(order[: int(count)]), np.sort(order[int(count) :])
+    kept = np.append(rest, np.arange(n, len(dataset.y)))
+    return dataset.take(kept, len(rest)), dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:

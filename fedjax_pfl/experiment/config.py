@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.compression import RULES as COMPRESSIONS
 from fedjax_pfl.data import shifts
 from fedjax_pfl.data.datasets import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
@@ -25,6 +26,8 @@ from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
 from fedjax_pfl.models.layers import CONVOLUTIONS
+from fedjax_pfl.privacy import differential_privacy
+from fedjax_pfl.privacy.attacks import ATTACKS
 
 # None where a partition of the user's own decides
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client", "min_size")
@@ -151,6 +154,31 @@ class Config:
     server_lr: Annotated[float, Gt(0)] | None = _field(
         None, "learning rate of --server_optimizer"
     )
+    aggregate: Literal[
+        "mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+    ] = _field("mean", "rule that the server averages uploads by")
+    compress: str | None = _field(
+        None, "compression of uploads: top_k:FRACTION, qsgd:LEVELS or low_rank:RANK"
+    )
+    malicious: str | None = _field(
+        None,
+        f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(ATTACKS)}",
+    )
+    dp: Literal["client", "adaptive", "example"] | None = _field(
+        None,
+        "differential privacy of clients, with adaptive clipping, or of examples",
+    )
+    dp_noise: Annotated[float, Ge(0)] | None = _field(
+        None, "standard deviation of --dp's noise on a sum, in clipping norms"
+    )
+    dp_epsilon: Annotated[float, Gt(0)] | None = _field(
+        None, "epsilon after all rounds, which sets --dp_noise"
+    )
+    dp_clip: Annotated[float, Gt(0)] = _field(1.0, "clipping norm of --dp")
+    dp_sampling: Literal["fixed", "poisson"] = _field(
+        "fixed", "sampling of clients that the accountant of --dp assumes"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
@@ -164,7 +192,9 @@ class Config:
         None, "small network that all clients exchange (default: the smallest)"
     )
     public: str | None = _field(
-        None, "public examples: a data set, or a number of them, as cifar100:10000"
+        None,
+        "public examples: a data set, or a number of them, as cifar100:10000 (of the "
+        "clients' own data set examples that no client gets)",
     )
     bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
@@ -287,6 +317,9 @@ def complete(config: Config) -> Config:
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    attack(config)
+    compression(config)
+    config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
@@ -342,6 +375,53 @@ def participation(value: str) -> tuple[float, float]:
     return parse(float, "participation", low), parse(
         float, "participation", high or low
     )
+
+
+def attack(config: Config) -> tuple[float, str, float]:
+    """Returns fraction, attack and scale of `0.2:sign_flip` or `0.2:scale:10`.
+
+    Without malicious clients the fraction is 0.
+    """
+    fraction, _, rest = (config.malicious or f"0:{ATTACKS[0]}").partition(":")
+    name, _, scale = rest.partition(":")
+    share = parse(float, "malicious", fraction)
+    check("malicious", share, 0, 1, open_high=True)
+    found = text.choose("attack", name, ATTACKS)
+    return share, found, parse(float, "malicious", scale or "1")
+
+
+def compression(config: Config) -> tuple[str, float] | None:
+    """Returns rule and amount of `top_k:0.01`."""
+    if config.compress is None:
+        return None
+    name, _, amount = config.compress.partition(":")
+    rule = text.choose("compression", name, COMPRESSIONS)
+    return rule, parse(float, "compress", amount)
+
+
+def accounted(config: Config) -> dict[str, Any]:
+    """Returns the arguments of `differential_privacy.epsilon` for clients."""
+    if config.clients is None:
+        raise InputError("--dp_epsilon needs --clients; specify --dp_noise.")
+    n = config.clients - math.floor(config.unseen * config.clients + 0.5)
+    most = max(1, math.floor(participation(config.participation)[1] * n + 1e-9))
+    return {"clients": n, "cohort": most, "sampling": config.dp_sampling}
+
+
+def _with_noise(config: Config) -> Config:
+    """Returns the settings with the noise that --dp_epsilon needs."""
+    if config.dp is None:
+        if config.dp_noise is not None or config.dp_epsilon is not None:
+            raise InputError("--dp_noise and --dp_epsilon need --dp.")
+        return config
+    if config.dp_noise is not None:
+        return config
+    if config.dp_epsilon is None or config.dp == "example":
+        raise InputError(f"--dp={config.dp} needs --dp_noise.")
+    noise = differential_privacy.noise_for(
+        config.dp_epsilon, config.rounds, **accounted(config)
+    )
+    return config.replace(dp_noise=noise)
 
 
 def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:

@@ -12,6 +12,7 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.privacy import differential_privacy
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.build import Experiment
@@ -174,6 +175,8 @@ def row(
     for name, x in (more or {}).items():
         by[name] = (x, e.unseen.partition if e.unseen else e.partition)
     if m is not None:
+        if e.config.dp is not None:
+            found["epsilon"] = epsilon(e, result.round + 1)
         for name, x in zip(("steps", "examples"), e.planned, strict=True):
             found[f"work/{name}"] = int(x[m.ids[m.active]].sum())
         post = {}
@@ -191,6 +194,17 @@ def row(
             if count := int(np.isfinite(x).sum()):
                 found[f"{point}/{name}_clients"] = count
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
+
+
+def epsilon(e: "Experiment", rounds: int) -> float:
+    """Returns the epsilon of an experiment with --dp after some rounds."""
+    noise = e.config.dp_noise or 0.0
+    if e.config.dp == "example":
+        return differential_privacy.example_epsilon(e.task, rounds, noise=noise)
+    n, most = e.task.num_clients, max(e.task.cohort_sizes)
+    return differential_privacy.epsilon(
+        rounds, noise=noise, clients=n, cohort=most, sampling=e.config.dp_sampling
+    )
 
 
 def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:

@@ -359,6 +359,8 @@ def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
     cells = {"runs": str(len(spent)) if len(spent) > 1 else ""}
     cells |= {title: number(means[name]) for name, title in COSTS.items()}
     cells["rounds"] = " to ".join(map(str, ends))
+    if "epsilon" in run.metrics:
+        cells["epsilon"] = number(run.metrics["epsilon"].max())
     if cost:
         first, later = flops(run)
         total = means["examples"] * later + means["first_examples"] * (first - later)

@@ -1,4 +1,4 @@
-"""Checks of a user's network: `check_network(factory, input_shape, num_classes)`."""
+"""Checks of a network of one's own: `check_network(factory, shape, num_classes)`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
