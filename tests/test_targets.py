@@ -72,7 +72,7 @@ def test_the_contract_holds_on_targets(algo, label):
         testing.check(rule, s)
 
 
-@pytest.mark.parametrize("algo", ["fedproto", "fedrod", "fml", "pfedc", "knn_per"])
+@pytest.mark.parametrize("algo", ["fedproto", "fedrod", "fml", "pfedc"])
 def test_methods_that_need_classes_say_so(algo):
     task = testing.task(label=REGRESSION)
     task = task._replace(shared=task.models[0])
