@@ -50,6 +50,7 @@ from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.models.registry import TEXT
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -242,7 +243,8 @@ def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
     """Logs a warning for each unusual property of the user's own data."""
     own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
     names, _ = architectures(config.model, config.clients or 1)
-    as_numbers = not all(map(user_code.named, names))
+    embedding = {factory.__name__ for factory in TEXT}
+    as_numbers = not all(user_code.named(x) or x in embedding for x in names)
     for sentence in datasets.unusual(dataset, as_numbers) if own else ():
         logging.warning("%s", sentence)
 
