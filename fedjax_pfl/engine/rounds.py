@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.experimental.layout import Format, Layout
 
 from fedjax_pfl.engine import distributed, memory, validate
