@@ -64,7 +64,7 @@ PLAIN |= {
 }
 # PFLlib's
 HPARAMS = {
-    "per_fedavg": {"variant": "fo", "alpha": None, "beta": None},
+    "per_fedavg": {"alpha": None, "beta": None},
     "fedbabu": {"fine_tune": "all"},
 }
 # what the libraries call the accuracy, if it is not `acc`

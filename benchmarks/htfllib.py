@@ -39,7 +39,6 @@ SERVERS = {  # ours -> its module and server
 }
 # that are timed: a line's name -> ours, its hyperparameters
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "FedProto, collect=during": ("fedproto", {"collect": "during"}),  # as HtFLlib does
     "FedProto": ("fedproto", {}),
     "FML": ("fml", {}),
 }

@@ -50,7 +50,6 @@ PUBLIC_BATCH = 256
 GOALS = {
     "mixed": 1.10,
     "FedProto": 1.3,
-    "FedProto, collect=during": 1.3,
     "FML": 1.15,
     "FML, all clipped": 1.15,
     "MNFL": 1.25,
@@ -192,14 +191,10 @@ def measure(setting: Setting, repeats: int) -> list[Line]:
         "FML": ALGORITHMS["fml"],
     }
     factories |= {"MNFL": mnfl, "passes": passes}
-    factories["FedProto, collect=during"] = functools.partial(
-        ALGORITHMS["fedproto"], collect="during"
-    )
     runners |= {name: run(factory, (task, f)) for name, factory in factories.items()}
     of = {"mixed": [name for name in runners if name.startswith("part")]}
     of |= {
         "FedProto": ["mixed"],
-        "FedProto, collect=during": ["mixed"],
         "MNFL": ["mixed", "passes"],
     }
     of |= {"FML": ["mixed", "small"], "FML, all clipped": ["clipped", "small, clipped"]}

@@ -13,12 +13,12 @@ from fedjax_pfl.types import Grouped, Model, Own, PyTree, Task
 
 
 def members(task: Task, group: int) -> np.ndarray:
-    """The ids of the clients of an architecture, ascending."""
+    """Returns the ids of the clients of an architecture, ascending."""
     return np.flatnonzero(np.asarray(task.architecture) == group)
 
 
 def slots(task: Task) -> np.ndarray:
-    """The rank [N] of each client among those of its architecture."""
+    """Returns the rank [N] of each client among those of its architecture."""
     slot = np.zeros(task.num_clients, np.int32)
     for group in range(len(task.models)):
         ids = members(task, group)
@@ -27,8 +27,8 @@ def slots(task: Task) -> np.ndarray:
 
 
 def stack(task: Task, make: Callable[[Model], PyTree]) -> PyTree:
-    """`make(model)` for every client: trees [N_g, ...] per architecture, Grouped if
-    there are several."""
+    """Computes `make(model)` for every client: trees [N_g, ...] per architecture,
+    Grouped if there are several."""
     return grouped(
         [
             trees.replicate(make(model), len(members(task, group)))
@@ -38,34 +38,36 @@ def stack(task: Task, make: Callable[[Model], PyTree]) -> PyTree:
 
 
 def grouped(parts: list[PyTree]) -> PyTree:
-    """Grouped(parts); with one architecture its only part."""
+    """Computes Grouped(parts); with one architecture its only part."""
     return parts[0] if len(parts) == 1 else Grouped(tuple(parts))
 
 
 def select(tree: PyTree, group: int) -> PyTree:
-    """The tree with each Grouped node replaced by the part of one architecture."""
+    """Returns the tree with each Grouped node replaced by the part of one
+    architecture."""
     return jax.tree.map(
         lambda x: x.trees[group] if is_grouped(x) else x, tree, is_leaf=is_grouped
     )
 
 
 def rows_of(tree: PyTree, group: int, here: slice) -> PyTree:
-    """The rows of one architecture's clients, which stand at `here` in plain leaves."""
+    """Returns the rows of one architecture's clients, which stand at `here` in plain
+    leaves."""
     return jax.tree.map(
         lambda x: x.trees[group] if is_grouped(x) else x[here], tree, is_leaf=is_grouped
     )
 
 
 def is_grouped(x: Any) -> bool:
-    """Is this node Grouped?"""
+    """Returns True for a Grouped node."""
     return isinstance(x, Grouped)
 
 
 def per_group(
     plain: Callable[..., Any], own: Callable[..., Any], tree: PyTree, *others: PyTree
 ) -> PyTree:
-    """A tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves) below Grouped
-    nodes."""
+    """Returns a tree mapped leaf by leaf: plain(*leaves), and own(group, *leaves)
+    below Grouped nodes."""
 
     def one(first: Any, *rest: Any) -> Any:
         if not is_grouped(first):
@@ -79,8 +81,8 @@ def per_group(
 
 
 def join(results: list[PyTree]) -> PyTree:
-    """The results of each architecture's clients as one tree: what is marked `Own`
-    Grouped, the rest one after another."""
+    """Returns the results of each architecture's clients as one tree: what is marked
+    `Own` Grouped, the rest one after another."""
     own: Callable[[Any], bool] = lambda x: isinstance(x, Own)
     if len(results) == 1:
         return jax.tree.map(lambda x: x.tree if own(x) else x, results[0], is_leaf=own)

@@ -6,7 +6,7 @@ leaves are personal, which are trained in which phase, a proximal term, and what
 before a prediction."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from fedjax_pfl.types import (
     Update,
 )
 
-Path = tuple[str, ...]  # of a layer in the variables
 BODY_AND_HEAD = ("body", "head")
 # what of a model is fine-tuned
 FINE_TUNED = {"all": BODY_AND_HEAD, "head": ("head",), "body": ("body",)}
@@ -46,18 +45,23 @@ class Phase(NamedTuple):
 
 
 def params(variables: PyTree) -> PyTree:
-    """A model's parameters, without its running statistics."""
+    """Returns a model's parameters, without its running statistics."""
     return {part: variables[part] for part in BODY_AND_HEAD}
 
 
 def predictor(model: Model, variables: PyTree) -> Predictor:
-    """The logits of a model with these variables."""
-    return lambda x, mask: model.apply(variables, x, mask=mask, train=False)[0]
+    """Returns the logits of a model with these variables, as a partial of `logits`."""
+    return functools.partial(logits, model, variables)
+
+
+def logits(model: Model, variables: PyTree, x: Array, mask: Array) -> Array:
+    """Returns the logits [B, C] of a model, with the running statistics in use."""
+    return model.apply(variables, x, mask=mask, train=False)[0]
 
 
 def paired(model: Model, personal: PyTree, other: PyTree) -> Predictor:
-    """The logits [B, C, 2] of a model with a client's personal variables and with
-    others, that `score_paired` scores."""
+    """Returns the logits [B, C, 2] of a model with a client's personal variables and
+    with others, that `score_paired` scores."""
     return lambda x, mask: jnp.stack(
         [predictor(model, w)(x, mask) for w in (personal, other)], axis=-1
     )
@@ -71,8 +75,8 @@ def score_paired(
     *,
     names: tuple[str, ...] = ("global",),
 ) -> Scores:
-    """The scores of the personal logits outputs[..., 0], and under `global_*` (or other
-    names) of those that follow."""
+    """Returns the scores of the personal logits outputs[..., 0], and under
+    `global_*` (or other names) of those that follow."""
     found = evaluation.classification(outputs[..., 0], y, mask, c)
     for i, name in enumerate(names, start=1):
         other = evaluation.accuracies(outputs[..., i], y, mask, c)
@@ -102,7 +106,7 @@ class Split(NamedTuple):
     def init(
         self, key: Array, extra: Callable[[PyTree], dict[str, PyTree]] | None = None
     ) -> State:
-        """The common start: what the server has, and the clients' rows
+        """Returns the common start: what the server has, and the clients' rows
         (`architectures.stack`).
 
         Args:
@@ -114,19 +118,17 @@ class Split(NamedTuple):
         """
         whole = [model.init(key) for model in self.task.models]
         starts = [self.send(variables, group) for group, variables in enumerate(whole)]
-        shapes = [dict(trees.named_shapes(shared)) for shared, _ in starts]
-        for group, other in enumerate(shapes):
-            for name in {**shapes[0], **other}:
-                first, here = (
-                    shape.get(name, "missing") for shape in (shapes[0], other)
-                )
-                if first != here:
+        first = dict(trees.named_shapes(starts[0][0]))
+        for group, (shared, _) in enumerate(starts):
+            here = dict(trees.named_shapes(shared))
+            for name in {**first, **here}:
+                a, b = (shapes.get(name, "missing") for shapes in (first, here))
+                if a != b:
                     raise InputError(
                         "What the clients share must be the same in every "
-                        f"architecture, but {name} is {first} in the "
-                        f"first and {here} in number {group + 1}: take networks of one "
-                        "feature width K (`features`), "
-                        "or share less."
+                        f"architecture, but {name} is {a} in the "
+                        f"first and {b} in number {group + 1}: take networks of one "
+                        "feature width K (`features`), or share less."
                     )
         pairs = zip(whole, starts, strict=True)
         rows = iter(
@@ -138,14 +140,14 @@ class Split(NamedTuple):
         return State(starts[0][0], architectures.stack(self.task, lambda _: next(rows)))
 
     def receive(self, server: PyTree, own: PyTree) -> PyTree:
-        """The client's variables, of what the server sends and what the client has
-        kept."""
+        """Returns the client's variables, of what the server sends and what the
+        client has kept."""
         return trees.overlay(own, server)
 
     def send(self, variables: PyTree, group: int = 0) -> tuple[PyTree, PyTree]:
-        """(what is sent, what is kept) of the variables, each with None in place of the
-        other's leaves; of several architectures what is sent has only what they
-        share."""
+        """Computes (what is sent, what is kept) of the variables, each with None in
+        place of the other's leaves; of several architectures what is sent has only
+        what they share."""
         own, shared = trees.partition(variables, self.personal[group])
         return (shared if len(self.task.models) == 1 else trees.pruned(shared)), own
 
@@ -183,30 +185,6 @@ def split(
             for pair in zip(masks, wholes, strict=True)
         ]
     return Split(task, tuple(masks))
-
-
-def split_layers(task: Task, shared: Callable[[Model], Sequence[Path]]) -> Split:
-    """Divides a model's variables by layers: those that `shared` names of an
-    architecture are sent.
-
-    A batch norm's running statistics go with its parameters, unless bn_stats=local.
-
-    Args:
-      shared: model -> paths of layers, such as ("body", "convs", "0").
-    """
-
-    def mask(model: Model) -> PyTree:
-        paths = set(shared(model))
-
-        def kept(path: tuple[jax.tree_util.DictKey, ...], _: bool) -> bool:
-            part, *inside, _name = (key.key for key in path)
-            if part == "stats":
-                return task.bn_stats == "local" or ("body", *inside) not in paths
-            return (part, *inside) not in paths
-
-        return jax.tree_util.tree_map_with_path(kept, model.bn_mask)
-
-    return Split(task, tuple(map(mask, task.models)))
 
 
 def from_client(

@@ -63,8 +63,13 @@ def check(
     above = low < number if open_low else low <= number
     below = number < high if open_high or math.isinf(high) else number <= high
     if not (above and below):
-        span = interval(low, high, open_low=open_low, open_high=open_high)
-        reason = f": {why}" if why else ""
+        ends = [
+            format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",")
+            for x in (low, high)
+        ]
+        left = "(" if open_low else "["
+        right = ")" if open_high or math.isinf(high) else "]"
+        span, reason = f"{left}{', '.join(ends)}{right}", f": {why}" if why else ""
         raise InputError(f"{name} must be in {span}, got {number}{reason}.")
 
 
@@ -80,19 +85,6 @@ def needed(name: str, value: T | None, why: str) -> T:
     if value is None:
         raise InputError(f"This method needs {name}, {why}: give {name}= to `task`.")
     return value
-
-
-def interval(
-    low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> str:
-    """Formats a range, such as [0, inf)."""
-    bounds = [
-        format(x, "g" if isinstance(x, float) or abs(x) < 10**5 else ",")
-        for x in (low, high)
-    ]
-    left = "(" if open_low else "["
-    right = ")" if open_high or math.isinf(high) else "]"
-    return f"{left}{', '.join(bounds)}{right}"
 
 
 def choose(name: str, value: str, allowed: Iterable[str]) -> str:

@@ -33,13 +33,6 @@ _WIDER: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
 _ENDS = {"ge": "low", "gt": "low", "le": "high", "lt": "high"}
 
 
-class Recorded(NamedTuple):
-    """An annotation for a hyperparameter that may name a file: the function that
-    returns its contents for the record of a run."""
-
-    value: Callable[[Any], Any]
-
-
 class Hyperparameter(NamedTuple):
     """One hyperparameter of a factory."""
 
@@ -52,7 +45,6 @@ class Hyperparameter(NamedTuple):
     open_high: bool = False
     choices: tuple[Any, ...] = ()  # all allowed values; empty if any of the kind is
     optional: bool = False  # None is allowed, too
-    recorded: Recorded | None = None
 
     @property
     def traced(self) -> bool:
@@ -181,7 +173,6 @@ def _read(parameter: inspect.Parameter) -> Hyperparameter:
         **_range(constraints),
         choices=choices,
         optional=optional,
-        recorded=next((x for x in constraints if isinstance(x, Recorded)), None),
     )
 
 

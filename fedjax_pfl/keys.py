@@ -42,6 +42,8 @@ class Server(Stream):
 
     PUBLIC = 40, "the public examples of a round"
     STUDENT = 41, "FedDF: training of the server's models on them"
+    NOISE = 0x6E01, "differential privacy: the noise on a sum of uploads"
+    QUANTILE = 0x6E02, "differential privacy: the noise on the count of clipped clients"
 
 
 class Cohort(Stream):
@@ -65,15 +67,11 @@ class Client(Stream):
     SUBSET = 31, "FedALA: the examples that blending looks at"
     BLEND = 32, "FedALA: batches of blending"
     SECOND_PHASE = 41, "FedDVA: the encoders; the released code's encoder of z"
-    THIRD_PHASE = 42, "FedDVA: the released code's encoder of c, with the decoder"
     TRANSFER = 42, "knowledge transfer: training on the public examples"
     WARM_UP = 43, "knowledge transfer: private training before the first exchange"
-    PUBLIC_LABELS = (
-        44,
-        "FedMD: training on labelled public examples before round 0; below it, their "
-        "outputs",
-    )
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
+    ATTACK = 0x6E03, "malicious clients: random updates"
+    COMPRESS = 0x6E05, "compression of an upload"
 
 
 class Step(Stream):
@@ -81,6 +79,7 @@ class Step(Stream):
 
     LOSS = 3, "the loss: dropout and alike"
     AUGMENT = 4, "augmentation, + the number of the batch"
+    MIX = 9, "mixing of examples and labels, + the number of the batch"
 
 
 class Loss(Stream):
@@ -93,6 +92,7 @@ class Loss(Stream):
         "dropout of Per-FedAvg's inner batch, + 1 of the Hessian's; of pFedMe's inner "
         "steps, + their number",
     )
+    NOISE = 0x6E04, "differential privacy: the noise on a step's gradient"
 
 
 class Init(Stream):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from chex import Numeric
 
@@ -89,3 +90,27 @@ def without_columns(
     return optax.GradientTransformation(
         lambda params: optimizer.init(seen(params)), update
     )
+
+
+def plain_sgd(
+    make: Callable[[Numeric], optax.GradientTransformation], w: PyTree
+) -> bool:
+    """Returns whether an optimizer's steps are -lr times the gradient, or 0, and depend
+    on no earlier step; weight decay that is added to the gradient is part of the loss.
+
+    Args:
+      w: zeros with the structure of the parameters.
+    """
+    with jax.ensure_compile_time_eval():
+        optimizer, lr = make(0.5), 0.5
+        state = optimizer.init(w)
+        if any(np.size(x) for x in jax.tree.leaves(state)):
+            return False
+        for size in (2.0**-10, 2.0**30):
+            gradient = jax.tree.map(lambda x, g=size: x + np.float32(g), w)
+            steps, _ = optimizer.update(gradient, state, w)
+            if not all(
+                np.isin(x, (0, -lr * size)).all() for x in jax.tree.leaves(steps)
+            ):
+                return False
+    return True

@@ -35,8 +35,10 @@ class Optimized(NamedTuple):
 
 
 def plain(server: PyTree) -> PyTree:
-    """Returns the method's own State.server."""
-    return server.method if isinstance(server, Optimized) else server
+    """Returns the method's own State.server, without that of the method's wrappers."""
+    while isinstance(server, tuple) and hasattr(server, "method"):
+        server = server.method
+    return server
 
 
 def optimized(

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl.data.datasets import Dataset, checked, prepared
-from fedjax_pfl.data.federate import public_classes
+from fedjax_pfl.data.datasets import Dataset, checked, label_type, prepared
+from fedjax_pfl.data.partition import Partition, class_counts as counts_of
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
 from fedjax_pfl.engine.method import Traced
@@ -43,12 +43,12 @@ __all__ = [
 ]
 
 # fields of a Task that come from the data set, the counts and the model
-_GIVEN = ("models", "sizes", "class_counts", "num_classes", "input")
+_GIVEN = ("models", "sizes", "class_counts", "num_classes", "input", "label")
 
 
 def task(
     dataset: Dataset,
-    class_counts: np.ndarray | Array,
+    class_counts: np.ndarray | Array | Federation | Partition,
     model: Model | Sequence[Model],
     *,
     lr: float,
@@ -59,7 +59,9 @@ def task(
     """Makes a Task from a data set, a partition's class counts and a model.
 
     Args:
-      class_counts: [N, C] training examples of each client (`Federation.class_counts`).
+      class_counts: [N, C] training labels of each client (`Federation.class_counts`),
+        or the Federation or the Partition, from which examples of several labels take
+        the clients' sizes.
       model: of every client, or several architectures: client i has model i mod G,
         unless `architecture` [N] is given. One Model listed twice is one architecture.
       optimizer: lr -> optax.GradientTransformation.
@@ -79,16 +81,22 @@ def task(
         choose("option of a task", name, allowed)
     if options.get("steps") is not None:
         options = {"epochs": None} | options
+    sizes = getattr(class_counts, "train_sizes", None)
+    if isinstance(class_counts, Federation):
+        sizes = np.asarray(class_counts.train.size)
+    if isinstance(class_counts, Partition):
+        class_counts = counts_of(class_counts, dataset)
     counts = validate.class_counts(class_counts, dataset.num_classes)
     dtype = jax.dtypes.canonicalize_dtype(dataset.x.dtype)
     made = Task(
         models,
         # `validate.task` raises if there is no model
         architecture=np.arange(len(counts)) % max(len(models), 1),
-        sizes=counts.sum(axis=1),
+        sizes=counts.sum(axis=1) if sizes is None else sizes,
         class_counts=counts,
         num_classes=dataset.num_classes,
         input=jax.ShapeDtypeStruct(dataset.x.shape[1:], dtype),
+        label=jax.ShapeDtypeStruct(dataset.y.shape[1:], label_type(dataset.y)),
         prepare=dataset.prepare,
         lr=lr,
         optimizer=optimizer,
@@ -105,7 +113,7 @@ def task(
 
 def with_public(task: Task, public: Dataset) -> Task:
     """Adds a pool of public examples to a task, that of `federate(..., public=public)`;
-    if every y is -1 it has no labels.
+    their labels are not used.
 
     Raises:
       InputError: prepared, they are not like the clients' examples.
@@ -120,7 +128,6 @@ def with_public(task: Task, public: Dataset) -> Task:
     return task._replace(
         public=jax.ShapeDtypeStruct(public.x.shape, dtype),
         prepare_public=public.prepare,
-        public_classes=public_classes(public),
     )
 
 

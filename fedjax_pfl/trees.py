@@ -66,7 +66,7 @@ def expand(x: Array, ndim: int) -> Array:
 
 def align(x: Array, ndim: int) -> Array:
     """Prepends axes of length one until `x` has `ndim` axes."""
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+    return jnp.reshape(x, (1,) * (ndim - jnp.ndim(x)) + jnp.shape(x))
 
 
 def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:

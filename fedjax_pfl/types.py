@@ -6,7 +6,8 @@ examples, G architectures, Z parameters, n examples of the whole data set.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -30,7 +31,9 @@ class Examples(NamedTuple):
     the test's."""
 
     x: Array  # [n, *input], raw: uint8 images stay uint8 until a batch is taken
-    y: Array  # [n] int32
+    # [n] int32; [n, L] int32, one label per position, -1 for none; [n, C] bool,
+    # several classes; [n, C] float32, regression targets
+    y: Array
 
 
 class Subset(NamedTuple):
@@ -70,14 +73,32 @@ class Data(NamedTuple):
     # content of the rows where Batch.mask is False: x prepared [...], y [];
     # None: the client's first example
     mask_fill: Examples | None = None
+    # of training examples, as of `Task.work`
+    work: "Work | None" = None
+
+
+class Work(NamedTuple):
+    """One client's local work in a round, where it differs from the task's; arrays of
+    shape []."""
+
+    lr: Array | None = None  # factor of the learning rate
+    epochs: Array | None = None  # in place of the task's epochs or steps
+    steps: Array | None = None  # likewise
+    batch_size: Array | None = None  # at most the task's
+    limit: Array | None = None  # steps after which a straggler returns
 
 
 class Batch(NamedTuple):
-    """What one step sees."""
+    """What one step sees.
+
+    With L labels per example the rows of `y`, `mask` and of a model's outputs are the
+    B L positions of the batch, example after example.
+    """
 
     x: Array  # [B, ...], prepared; anything finite where the mask is False
-    y: Array  # [B] int32; any label where the mask is False
-    # [B] bool: is this row an example? Every mean and sum over a batch must use it
+    # [B] or [B L] int32; any label where the mask is False
+    y: Array
+    # [B] or [B L] bool: does this row count? Every mean and sum over it must use it
     mask: Array
     row: Array  # [B] int32, position in Data.index
 
@@ -156,8 +177,25 @@ class Task(NamedTuple):
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     # (key, x) -> x, on training batches
     augment: Callable[[Array, Array], Array] | None = None
+    # (logits [B, C], y, mask [B]) -> [], a mean over valid rows; None: cross entropy
+    loss: Callable[[Array, Array, Array], Array] | None = None
+    # (key, x, labels [B, C], mask [B]) -> x, soft labels [B, C], in training
+    mix: Callable[..., tuple[Array, Array]] | None = None
+    # (round) -> factor of lr
+    schedule: Callable[[Array], Array] | None = None
+    # (key, round) -> weights [N] of the draw of a round's clients; None: uniform
+    sampling: Callable[[Array, Array], Array] | None = None
+    # (client id, round) -> Work; None: all clients have the task's local work
+    work: Callable[[Array, Array], "Work"] | None = None
+    # further scores of logits, names in `evaluation.METRICS`
+    metrics: tuple[str, ...] = ()
+    # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
+    # None: that of the mean loss
+    per_example: Callable[[Array, PyTree, Array], PyTree] | None = None
     # batch norm's statistics are averaged; "local": each client's own; "batch": none
     bn_stats: str = "aggregate"
+    # the labels of one example, as a row of `Examples.y`
+    label: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((), np.int32)
     # [C] -> superclass, where the data set has them
     superclass: np.ndarray | None = None
     # the small model that all clients exchange (FML, FedKD, ...)
@@ -165,7 +203,6 @@ class Task(NamedTuple):
     # the pool of public examples [P, *input], raw; None: there is none
     public: jax.ShapeDtypeStruct | None = None
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
-    public_classes: int = 0  # of the pool's labels; 0: they are meaningless
 
     @property
     def num_clients(self) -> int:
@@ -269,6 +306,7 @@ class Cohort(Protocol):
     total: Array  # [] int32 training examples of all N clients
     round: Array  # [] int32
     evaluated: Array  # [] bool: is this round evaluated?
+    metrics: tuple[str, ...]  # as of `Task`
     public: Data | None  # the pool of public examples, for the server
 
     def map(
@@ -292,6 +330,7 @@ class Cohort(Protocol):
         weight: PyTree = None,
         default: PyTree,
         phase: int | None = 0,
+        combine: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Maps `client`, which returns a tuple, and averages its first result, the
         upload, over the active clients.
@@ -309,6 +348,10 @@ class Cohort(Protocol):
             sum to zero, and in place of every upload for unseen clients; usually the
             server's present value. Grouped where the upload is marked `Own`, as the
             mean then is.
+          combine: (uploads [S, ...] in the order of the ids, shares, default) -> a tree
+            like the upload, in place of the weighted mean. It needs memory for all S
+            uploads on every device; shares (see `aggregate.shares`) are 0 where a
+            client has no part.
 
         Returns:
           (the mean, in the dtypes of the upload, and the other results [S, ...] as a
@@ -347,18 +390,6 @@ class Traffic(NamedTuple):
     public_data: Array | None = None
 
 
-class Idle(NamedTuple):
-    """When a part of a method does nothing: while a server's metric is near one
-    value."""
-
-    metric: str  # its name in Metrics.server
-    at: float  # the value at which the part does nothing
-    within: float  # the largest distance to it that counts as nothing
-    # what the method then amounts to, and what makes the part act: a sentence with its
-    # full stop
-    what: str
-
-
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
@@ -393,7 +424,8 @@ class Algorithm(NamedTuple):
     # why unseen clients cannot be personalised, as the end of an error's sentence; "":
     # they can
     no_unseen: str = ""
+    # options of a task that the method's derivation excludes, with the reason as the
+    # end of an error's sentence; see `engine.method.EXCLUDED`
+    excludes: Mapping[str, str] = MappingProxyType({})
     # keys of State.server, means of parameters that a server optimizer may update
     averages: tuple[str, ...] = ()
-    # when a part of the method does nothing, by the server's metrics
-    idle: tuple[Idle, ...] = ()

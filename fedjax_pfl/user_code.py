@@ -16,11 +16,18 @@ from fedjax_pfl.errors import InputError, in_one_line
 
 CALLS = {  # arguments of a function of each kind
     "algo": "(task, **hyperparameters)",
-    "model": "(input_shape, num_classes, rngs)",
+    "model": "(input_shape, num_classes, rngs), by keyword vocabulary, positions",
     "dataset": "() or (seed)",
     "partition": "(dataset, num_clients, seed)",
 }
-_BUILT_IN = ("npz:", "tfds:", "file:", "blocks:")  # prefixes of other names
+# prefixes of other names
+_BUILT_IN = tuple(
+    f"{name}:"
+    for name in (
+        *("npz", "tfds", "file", "blocks", "natural"),
+        *("text", "table", "imagefolder", "domains", "usps"),
+    )
+)
 
 
 def named(name: str) -> bool:

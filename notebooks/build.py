@@ -1,14 +1,15 @@
-"""Makes the notebooks of their sources: `python notebooks/build.py`; the same sources
-give the same files.
+"""Converts notebooks/sources (jupytext's percent format) to notebooks.
 
-A source is a Python file of cells: `# %% [markdown]` begins a text, every line of it a
-comment, `# %%` begins code. Each notebook begins with the cells that install the
-project and find the device."""
+Usage: `python notebooks/build.py`. Each notebook opens with its title and a badge,
+then the cells that install the project and find the device. The same sources give the
+same files.
+"""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
+
+import jupytext
+from nbformat.v4 import new_code_cell
 
 FOLDER = Path(__file__).parent
 BADGE = (
@@ -52,67 +53,19 @@ print(f"Running on {len(devices)} x {devices[0].device_kind} ({devices[0].platfo
 """
 
 
-def cells(source: str) -> list[tuple[str, str]]:
-    """The cells of a source: (kind, text)."""
-    found: list[tuple[str, list[str]]] = []
-    for line in source.splitlines():
-        if line.startswith("# %%"):
-            found.append(("markdown" if "[markdown]" in line else "code", []))
-        elif found:
-            found[-1][1].append(line)
-        elif line.strip():
-            raise ValueError(f"A source begins with a cell, not with {line!r}.")
-    texts = [(kind, "\n".join(lines).strip("\n")) for kind, lines in found]
-    return [
-        (kind, "\n".join(x[2:] for x in t.splitlines()) if kind == "markdown" else t)
-        for kind, t in texts
-    ]
-
-
-def notebook(source: str) -> dict[str, Any]:
-    """The notebook of a source: its title, the badge, the setup, and the rest."""
-    (kind, title), *rest = cells(source)
-    if kind != "markdown" or not title.startswith("# "):
-        raise ValueError("A notebook begins with its title.")
-    head, _, intro = title.partition("\n")
-    whole = [
-        ("markdown", f"{head}\n\n{BADGE}\n{intro}"),
-        ("code", SETUP.rstrip()),
-        ("code", DEVICE.rstrip()),
-        *rest,
-    ]
-    return {
-        "cells": [_cell(i, kind, text) for i, (kind, text) in enumerate(whole)],
-        "metadata": {
-            "kernelspec": {
-                "display_name": "Python 3",
-                "language": "python",
-                "name": "python3",
-            },
-            "language_info": {"name": "python"},
-        },
-        "nbformat": 4,
-        "nbformat_minor": 5,
-    }
-
-
-def _cell(number: int, kind: str, text: str) -> dict[str, Any]:
-    code = {"execution_count": None, "outputs": []} if kind == "code" else {}
-    return {
-        "cell_type": kind,
-        "id": f"cell-{number}",
-        "metadata": {},
-        "source": text.splitlines(keepends=True),
-        **code,
-    }
-
-
 def text(source: str) -> str:
-    """A notebook's file."""
-    return (
-        json.dumps(notebook(source), indent=1, ensure_ascii=False, sort_keys=True)
-        + "\n"
-    )
+    """Returns the notebook of a source as JSON."""
+    notebook = jupytext.reads(source, fmt="py:percent")
+    title = notebook.cells[0]
+    head, _, intro = title.source.partition("\n")
+    title.source = f"{head}\n\n{BADGE}\n{intro}"
+    notebook.cells[1:1] = [new_code_cell(x.rstrip()) for x in (SETUP, DEVICE)]
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"
+        cell.metadata = {}  # jupytext keeps the sources' blank lines here
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    return jupytext.writes(notebook, fmt="ipynb")
 
 
 def main(folder: Path = FOLDER) -> None:

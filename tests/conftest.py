@@ -34,7 +34,7 @@ LONG = ("feddva", "train", "processes", "sweep", "devices", "reductions", "bench
 LONG += ("dva", "groups", "style", "readme", "notebooks", "offload")
 # Linux allows a process 65,530; each compiled function takes some, and at the limit XLA
 # crashes
-MAPPINGS = 20_000
+MAPPINGS = 30_000
 TESTS = itertools.count()
 
 
@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item, nextitem):
     if within and next(TESTS) % 20:  # counting takes a hundredth of a second
         return
     # what a group shares is dropped only if it must be
-    if _mappings() > (2 * MAPPINGS if within else MAPPINGS):
+    if _mappings() > (4 / 3 * MAPPINGS if within else MAPPINGS):
         jax.clear_caches()
 
 

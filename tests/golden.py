@@ -19,8 +19,7 @@ from fedjax_pfl.errors import choose  # noqa: E402
 
 
 def recorded(known: dict, found: dict) -> dict:
-    """What is recorded, with what was found; the order stays, and what is new comes
-    last."""
+    """Returns the recorded numbers, updated; new methods come last."""
     return known | found
 
 

@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from fedjax_pfl import keys, local_training, trees
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.types import State
+from fedjax_pfl import keys, local_training
 
 
 def variables(w) -> list[np.ndarray]:
@@ -45,10 +43,10 @@ def cross_entropy(z, y):
     return -np.mean(np.log(softmax(z)[np.arange(len(y)), y]))
 
 
-def backward(w, x, dz):
-    """The gradient of a loss, from its gradient by the logits."""
+def backward(w, x, dz, dh=0):
+    """The gradient of a loss, from its gradients by the logits and by the features."""
     h, _ = forward(w, x)
-    dh = (dz @ w[2].T) * (h > 0)
+    dh = (dz @ w[2].T + dh) * (h > 0)
     return [x.T @ dh, dh.sum(axis=0), h.T @ dz, dz.sum(axis=0)]
 
 
@@ -103,8 +101,8 @@ ROUNDS = [[0, 1, 2, 3, 4], [1, 3, 4]]  # who takes part
 
 
 def run(factory, task, **hparams):
-    """What the program makes of ROUNDS: their keys, the states before, between and
-    after them, and their metrics."""
+    """Runs ROUNDS: returns their keys, the states before and after each, and their
+    metrics."""
     algorithm, f, ids = (
         factory(task, **hparams),
         federation(),
@@ -113,13 +111,9 @@ def run(factory, task, **hparams):
 
     @jax.jit
     def step(key, state, active):
-        cohort = Cohort(
-            f, task, ids, active, key=key, round=0, evaluated=jnp.bool(False), width=1
+        return toy.one_round(
+            algorithm, key, state, toy.cohort(task, ids, active, f, key)
         )
-        new, metrics = algorithm.round(key, state, cohort)
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, active)
-        ), metrics
 
     states, rounds, reports = (
         [algorithm.init(jax.random.key(0))],

@@ -1,8 +1,5 @@
-"""What the benchmarks compare with is the same work, and what they say of it is
-true."""
+"""Tests of the benchmarks: both sides do the same work, which is counted."""
 
-import importlib
-import sys
 import types
 from functools import partial
 
@@ -22,7 +19,6 @@ from benchmarks import (
     report,
     scaling,
     setting,
-    throughput,
 )
 from benchmarks.agreement import check
 from benchmarks.stock import stock
@@ -111,32 +107,6 @@ def test_pytorchs_networks_have_our_parameters(name):
     assert sum(x.numel() for x in net.parameters()) == num_parameters(variables)
 
 
-def test_pytorch_runs_where_jax_does(monkeypatch):
-    assert pytorch.device() == "cpu"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for found in (True, False):
-        cuda = types.SimpleNamespace(is_available=lambda found=found: found)
-        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
-        if found:
-            assert pytorch.device() == "cuda"
-            continue
-        with pytest.raises(
-            InputError, match="PyTorch finds no GPU, so leave it out here"
-        ):
-            pytorch.device()
-
-
-def test_every_form_has_its_rows_on_an_accelerator(monkeypatch):
-    assert throughput.forms("cnn") == {"XLA conv": "xla", "ours": "auto"}
-    assert throughput.widths(throughput.cohort("cnn")) == [1, 4, 20]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    expected = ["xla", "matmul", "winograd", "auto"]
-    assert list(throughput.forms("cnn").values()) == expected
-    assert throughput.widths(throughput.cohort("cnn")) == [8, 32, 128]
-    assert throughput.widths(throughput.cohort("resnet18")) == [8, 25]
-    assert throughput.forms("mlp28") == {"ours": "auto"}
-
-
 def test_pfllib_reads_our_clients(tmp_path):
     peers.write(tmp_path, SMALL)
     data, owned = recipes.partitioned(SMALL)
@@ -200,42 +170,11 @@ def test_pfllib_is_given_the_same_work(tmp_path):
     )
 
 
-def test_what_cannot_be_compared_with_is_one_sentence(tmp_path):
-    for path, said in (
-        (None, "give --pfllib=PATH"),
-        (str(tmp_path), "no checkout of PFLlib"),
-    ):
-        with pytest.raises(InputError, match=said):
-            pytorch.check(path, "PFLlib")
-    options = peers.options(peers.Case(SMALL, 1), None)
-    for lacking, said in (
-        (
-            lambda: options.warmup,
-            "another version than those known here: .*an option 'warmup'",
-        ),
-        (lambda: object().Budget, "another version.*Budget"),
-        (
-            lambda: (lambda device, dataset: 0)(options, 0, 1),
-            "another version.*positional arguments",
-        ),
-        ((tmp_path / "train0_.npz").read_bytes, "another version.*train0_.npz"),
-        (
-            lambda: importlib.import_module("a_module_of_pfllib"),
-            "cannot be run here: No module named",
-        ),
-    ):
-        with (
-            pytest.raises(InputError, match=f"PFLlib .*{said}"),
-            pytorch.told("PFLlib"),
-        ):
-            lacking()
-
-
 def test_a_run_that_pfllib_cannot_repeat_is_refused():
     plain = Config(
         algo="per_fedavg",
         model="mlp",
-        hparams={"variant": "fo", "alpha": None, "beta": None},
+        hparams={"alpha": None, "beta": None},
     )
     made = types.SimpleNamespace
     run = lambda **changes: made(
@@ -254,10 +193,6 @@ def test_a_run_that_pfllib_cannot_repeat_is_refused():
         ),
         ({"features": 16}, "features=16"),
         ({"unseen": 0.5}, "unseen=0.5"),
-        (
-            {"hparams": plain.hparams | {"variant": "hf"}},
-            "hparam=variant=hf: for a comparison it must be fo.",
-        ),
         ({"hparams": plain.hparams | {"beta": 0.1}}, "hparam=beta=0.1"),
         (
             {"algo": "fedbabu", "hparams": {"fine_tune": "head"}},
@@ -314,44 +249,6 @@ def test_the_work_of_a_round_is_counted():
     }
 
 
-@pytest.mark.slow  # eleven programs
-def test_a_mixed_federation_is_compared_with_what_it_is_made_of(monkeypatch):
-    """By seconds that a stand-in makes up; the programs are traced as they are."""
-    made = []
-
-    class Runner:
-        def __init__(self, factory, task, federation, width, devices):
-            simulate.program(factory, task, width=width, devices=devices)
-            self.clients, self.compile = len(federation.train.size), 10.0
-            self.name = (
-                f"{getattr(factory, 'func', factory).__name__}{len(task.models)}"
-            )
-            made.append(self)
-
-        def __call__(self):
-            seconds = {
-                "local2": 4.0,
-                "local1": 1.0 if self.clients < 5 else 2.0,
-                "passes2": 1.5,
-            }
-            return seconds.get(self.name, 6.0)
-
-    monkeypatch.setattr(mixed, "Runner", Runner)
-    lines = mixed.measure(
-        mixed.Setting(("mlp", "linear"), (8, 8, 1), clients=5, each=12, public=20), 1
-    )
-    assert [(line.name, line.ratio) for line in lines] == [
-        ("mixed", 4 / 2),
-        ("FedProto", 6 / 4),
-        ("FedProto, collect=during", 6 / 4),
-        ("FML", 6 / (4 + 2)),
-        ("FML, all clipped", 6 / (4 + 2)),
-        ("MNFL", 6 / (4 + 1.5)),
-    ]
-    assert [line.compile_ratio for line in lines] == [0.5, 1, 1, 0.5, 0.5, 0.5]
-    assert [runner.clients for runner in made[:3]] == [3, 2, 5] and len(made) == 11
-
-
 def test_the_operations_of_fedproto_and_fml():
     """A step forwards and backwards takes two products for each of 10 examples, eight
     steps 80; the pass after them one for each of 80. The norm that FML clips by takes
@@ -381,49 +278,6 @@ def test_htfllibs_networks_are_pfedafms():
     assert (
         htfllib.options(htfllib.Case("fml", SMALL, 2)).models[-1] == "network(32, 500)"
     )
-
-
-def test_a_checkout_that_is_none_is_one_sentence(tmp_path):
-    with pytest.raises(
-        InputError,
-        match=(
-            r"is no checkout of HtFLlib: there is no "
-            r"system/flcore/servers/serverproto\.py"
-        ),
-    ):
-        pytorch.check(str(tmp_path), "HtFLlib")
-
-
-def test_a_checkout_of_another_version_is_one_sentence(tmp_path, monkeypatch):
-    """Of HtFLlib, whose module has not the server that is known here."""
-    for name in ("trainmodel/models", "servers/serverfml"):
-        path = tmp_path / "system" / "flcore" / f"{name}.py"
-        path.parent.mkdir(parents=True)
-        path.touch()
-    torch = types.SimpleNamespace(set_num_threads=lambda count: None, load=print)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    for module in [name for name in sys.modules if name.partition(".")[0] == "flcore"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        InputError, match=r"The checkout of HtFLlib is of another version.*'FML'"
-    ):
-        htfllib.measure(htfllib.Case("fml", SMALL, 1, str(tmp_path), str(tmp_path)))
-
-
-def test_the_table_beside_htfllib():
-    sides = [
-        htfllib.Side(seconds, 2 * seconds, 2 * seconds + 1, 7)
-        for seconds in (1.0, 6.0, 2.0)
-    ]
-    assert htfllib.rows({"fml": sides})[1:] == [
-        ("fml", "no", 1.0, 6.0, 2.0, 4.0, "the same"),
-        ("fml", "before training", 2.0, 12.0, 4.0, 4.0, "the same"),
-        ("fml", "by default", 3.0, 13.0, 5.0, 3.25, "the same"),
-    ]
 
 
 @pytest.mark.slow  # of a benchmark that takes long

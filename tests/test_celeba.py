@@ -11,7 +11,6 @@ from PIL import Image
 from fedjax_pfl.data import celeba, datasets
 from fedjax_pfl.data.partition import class_counts
 from fedjax_pfl.data.partitioners import partition
-from fedjax_pfl.errors import InputError
 
 FEATURES = "tensorflow_datasets.core.features."
 DICT, BOOL = (
@@ -139,14 +138,6 @@ def test_the_middle_is_cut_out(shape):
     assert x.shape == (64, 64, 3)
     assert (x[:30, :, 0] > 200).all() and (x[34:, :, 0] < 50).all()
     assert (x[:, :30, 1] > 200).all() and (x[:, 34:, 1] < 50).all()
-
-
-def test_not_prepared_is_answered_with_the_command(tmp_path):
-    with pytest.raises(
-        InputError,
-        match=r"'celeb_a' is not prepared in .*: run .*tfds build celeb_a --file_format",
-    ):
-        datasets.load("celeb_a", str(tmp_path))
 
 
 def test_classes_go_round():

@@ -9,23 +9,12 @@ import pytest
 import toy
 from toy import assert_same
 
-from fedjax_pfl.engine.cohort import Cohort
-
 KEY = jax.random.key(3)
 IDS = np.array([3, 0, 4, 1, 2], np.int32)
 
 
 def cohort_of(ids, active, key=KEY, width=1):
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(
-        toy.federation(),
-        toy.method_task("fedavg"),
-        ids,
-        active,
-        key=key,
-        width=width,
-        **nothing,
-    )
+    return toy.cohort(toy.method_task("fedavg"), ids, active, key=key, width=width)
 
 
 @functools.partial(jax.jit, static_argnames=("width", "phase"))

@@ -205,29 +205,6 @@ def test_file_that_is_no_npz(tmp_path, content):
         datasets.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
-@pytest.mark.parametrize(
-    ("write", "place"),
-    [(np.savez, 1500), (np.savez_compressed, 200), (np.savez_compressed, 8)],
-)
-def test_bytes_flipped_in_npz(tmp_path, write, place):
-    """Place 200 is in the compressed data; place 8 says how they are compressed (twice:
-    also in the list)."""
-    path = tmp_path / "mine.npz"
-    write(path, x=np.random.default_rng(0).normal(size=(100, 9)), y=np.arange(100) % 3)
-    content = bytearray(path.read_bytes())
-    for i in [place, content.index(b"PK\x01\x02") + 10] if place == 8 else [place]:
-        content[i] ^= 255
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"cannot be read \("):
-        datasets.load(f"npz:{path}")
-
-
-def test_home_is_where_the_tilde_is(tmp_path, npz, monkeypatch):
-    npz(x=_X, y=_Y)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(datasets.load("npz:~/mine.npz").y) == 4
-
-
 def test_a_folder_of_npy_or_npz_is_the_npz_of_the_same_arrays(tmp_path, npz):
     rng = np.random.default_rng(0)
     arrays = {
@@ -294,19 +271,6 @@ def test_hugging_face_data_sets():
     pictures[0] = pictures[0].resize((5, 4))
     with pytest.raises(InputError, match="img must have one shape"):
         datasets.load(train)
-
-
-def test_hugging_face_data_sets_of_the_library():
-    library = pytest.importorskip("datasets")
-    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
-    features = library.Features(
-        x=library.Sequence(library.Value("float32")), label=library.ClassLabel(3)
-    )
-    y = [0, 1, 1, 0, 1, 0]
-    made = library.Dataset.from_dict({"x": x.tolist(), "label": y}, features)
-    wanted = datasets.from_arrays(x, np.array(y), num_classes=3)
-    same_data(datasets.load(made), wanted)
-    same_data(datasets.load(library.DatasetDict(train=made)), wanted)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -461,25 +425,6 @@ def test_tfds_not_prepared(tmp_path, monkeypatch):
         datasets.load("cifar100_coarse")
 
 
-def test_the_command_that_prepares_can_be_pasted():
-    assert tfds.command("mnist", Path("/my data")).endswith("--data_dir='/my data'")
-
-
-def test_tfds_in_another_format(tmp_path):
-    folder = tmp_path / "mnist" / "3.0.1"
-    folder.mkdir(parents=True)
-    for name in ("dataset_info.json", "mnist-train.tfrecord-00000-of-00001"):
-        (folder / name).write_text("{}")
-    with pytest.raises(
-        InputError,
-        match=(
-            r"must be in the array_record format.*tfds build mnist "
-            r"--file_format=array_record"
-        ),
-    ):
-        datasets.load("mnist", str(tmp_path))
-
-
 def test_tfds_with_impossible_labels(tmp_path):
     prepared.dataset(
         tmp_path,
@@ -559,14 +504,6 @@ def test_federate():
     assert f.val.size.shape == (10,) and not f.val.size.any()
 
 
-def test_federate_keeps_bytes():
-    data = datasets.load("digits")
-    assert (
-        federate(data, partition(data, "iid", num_clients=3, seed=0)).examples.x.dtype
-        == jnp.uint8
-    )
-
-
 def test_labels_are_int32_whatever_integers_they_were():
     data = datasets.synthetic(60, 3, (2,))
     p = partition(data, "iid", num_clients=3, seed=0)
@@ -590,3 +527,45 @@ def test_tfds_without_the_splits_that_are_read(tmp_path):
     )
     with pytest.raises(InputError, match="'mnist' must have a split train or test"):
         datasets.load("mnist", str(tmp_path))
+
+
+def test_a_line_about_a_data_set():
+    digits = datasets.load("digits")
+    assert datasets.describe(digits) == (
+        "digits: uint8[8, 8, 1] in [0, 16], 10 classes, 1,797 training and 0 test "
+        "examples"
+    )
+
+
+GREY = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1))
+UNUSUAL = [  # inputs, and what is said about them; nothing: they are usual
+    (GREY.astype(np.uint8), None),
+    (GREY.astype(np.float32) / 255, None),
+    (GREY.astype(np.float32) / 100 - 1, None),
+    (GREY.astype(np.int16), "integers are taken as plain numbers"),
+    (GREY.reshape(6, 64), "integers are taken as plain numbers"),
+    (GREY.astype(np.float32), "floats are not scaled"),
+    (-GREY.astype(np.float64), "floats are not scaled"),
+    ((GREY > 9).astype(np.uint8), "nearly black"),
+    (np.zeros((6, 4), np.float32), "all inputs are equal"),
+    (GREY.reshape(6, 1, 8, 8).astype(np.uint8), "channels come first"),
+]
+
+
+@pytest.mark.parametrize(("x", "text"), UNUSUAL)
+def test_unusual_inputs_are_named(x, text):
+    found = datasets.unusual(datasets.load((x, np.arange(6) % 2)), as_numbers=True)
+    assert found == [] if text is None else len(found) == 1 and text in found[0]
+
+
+def test_unusual_labels_are_named():
+    x = np.random.default_rng(0).normal(size=(6, 4))
+    gap = datasets.unusual(datasets.load((x, np.arange(6) % 2 * 3)), as_numbers=True)
+    assert gap == ["dataset: 2 classes have no example."]
+    one = datasets.unusual(datasets.load((x, np.zeros(6, int))), as_numbers=True)
+    assert one == ["dataset: there is a single class."]
+
+
+def test_tokens_are_usual_for_an_own_network():
+    tokens = datasets.load((GREY.reshape(6, 64), np.arange(6) % 2))
+    assert datasets.unusual(tokens, as_numbers=False) == []

@@ -61,7 +61,7 @@ def test_forward_mode_and_forward_over_reverse():
 
 
 def test_rows_of_zeros_add_exactly_nothing():
-    """What masked rows are: the other rows' gradient is the same bit for bit."""
+    """Masked rows are zeros: the other rows' gradient is the same bit for bit."""
     x, w = operands()
     gradient = jax.jit(lambda x, g: jax.vjp(lambda w: ours(x, w), w)[1](g)[0])
     padded = [jnp.pad(jnp.asarray(a), ((0, 2), (0, 0))) for a in (x, ours(x, w))]

@@ -11,7 +11,15 @@ import pytest
 from documents import PAGES, ROOT, blocks, commands, files_of, is_program, module, read
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, config, export, figures, report, sweep
+from fedjax_pfl.experiment import (
+    cli,
+    config,
+    export,
+    figures,
+    reconstruct,
+    report,
+    sweep,
+)
 
 FLAGS = {
     "main": sweep.RUN_FLAGS,
@@ -19,6 +27,7 @@ FLAGS = {
     "report": report.FLAGS,
     "plot": figures.FLAGS,
     "export": export.FLAGS,
+    "reconstruct": reconstruct.FLAGS,
 }
 OTHERS = {
     *("pip", "pytest", "mkdocs", "pre-commit", "python", ".ci/run", ".ci/full"),
@@ -143,7 +152,9 @@ def test_the_language_is_plain(path):
 def run(words: list[str]) -> None:
     """Runs a command with one round, unless its data need a download."""
     name, argv = module(words) or ("", [])
-    if not name.startswith("experiments.") or re.search("mnist|cifar", str(argv)):
+    if not name.startswith("experiments.") or re.search(
+        "mnist|cifar|agnews|plays|photos", str(argv)
+    ):
         return
     name = name.removeprefix("experiments.")
     command = "run" if name == "main" else name

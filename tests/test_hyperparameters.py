@@ -21,11 +21,6 @@ from fedjax_pfl.hyperparameters import Hyperparameter
 
 INF = math.inf
 FREE_TEXT = ("tasks",)  # whose grammar class_groups checks
-KNOWN = {
-    (m, name): known
-    for m, factory in ALGORITHMS.items()
-    for name, known in hyperparameters.of(factory).items()
-}
 
 
 def read(annotation: Any, default: Any = 1) -> Hyperparameter:
@@ -146,9 +141,14 @@ def test_a_wrong_value_is_one_sentence_before_anything_is_compiled(method):
     assert not events
 
 
-@pytest.mark.parametrize(("method", "name"), KNOWN)
-def test_the_docstring_says_the_same_range_and_choices(method, name):
-    known, doc = KNOWN[method, name], inspect.getdoc(ALGORITHMS[method])
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_the_docstring_has_the_same_ranges_and_choices(method):
+    for name, known in hyperparameters.of(ALGORITHMS[method]).items():
+        documented(inspect.getdoc(ALGORITHMS[method]), name, known)
+
+
+def documented(doc, name, known):
+    """Asserts that a docstring has the range or the choices of a hyperparameter."""
     text = re.search(rf"^  {name}: (.*?)(?=^ {{0,2}}\w|\Z)", doc, re.M | re.S)[1]
     text = " ".join(text.split())
     if known.choices:
@@ -211,23 +211,16 @@ def test_a_partial_factory_is_read_and_named_as_its_function():
     }
 
 
-def test_a_hyperparameter_without_a_default_is_refused():
-    def factory(task, *, mu: float):
-        raise AssertionError("not to be called")
-
-    with pytest.raises(
-        InputError, match="hyperparameter `mu` must be keyword-only with a"
-    ):
-        simulate.hyperparameters(factory)
+def positional(task, mu: float = 0.1):
+    raise AssertionError("not to be called")
 
 
-def test_an_argument_before_the_star_is_no_hyperparameter():
-    def factory(task, mu: float = 0.1):
-        raise AssertionError("not to be called")
+def required(task, *, mu: float):
+    raise AssertionError("not to be called")
 
-    for check in (hyperparameters.check, typed):
-        with pytest.raises(
-            InputError,
-            match="hyperparameter `mu` must be keyword-only",
-        ):
-            check(factory, {"mu": "0.2"})
+
+@pytest.mark.parametrize("factory", [positional, required])
+@pytest.mark.parametrize("check", [hyperparameters.check, typed])
+def test_a_hyperparameter_needs_a_keyword_and_a_default(factory, check):
+    with pytest.raises(InputError, match="`mu` must be keyword-only"):
+        check(factory, {"mu": "0.2"})

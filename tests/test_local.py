@@ -7,7 +7,6 @@ import pytest
 import toy
 
 from fedjax_pfl import evaluation, local_training
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.types import Data, Examples
 
 KEY = jax.random.key(0)
@@ -159,11 +158,7 @@ def test_an_empty_client_takes_no_step():
 
 
 def test_a_split_that_nobody_has():
-    f = toy.federation()
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(
-        f, toy.task(), jnp.arange(2), jnp.ones(2, bool), key=KEY, width=1, **nothing
-    )
+    cohort = toy.cohort(toy.task(), range(2), key=KEY, evaluated=jnp.bool(True))
 
     def client(c):
         seen = local_training.sweep(c.val, lambda b: jnp.sum(b.mask), 4)
@@ -172,7 +167,7 @@ def test_a_split_that_nobody_has():
         )
         return seen, count
 
-    assert f.val.index.shape == (toy.N, 0)
+    assert toy.federation().val.index.shape == (toy.N, 0)
     np.testing.assert_array_equal(cohort.map(client), np.zeros((2, 2)))
 
 
@@ -210,23 +205,6 @@ def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_s
     )
     own = jax.jit(jax.vmap(local_training._rows))(x, index[:2])
     np.testing.assert_array_equal(own, jnp.stack([x[0][index[0]], x[1][index[1]]]))
-
-
-def test_a_batch_of_a_large_data_set_is_not_split_over_a_cpus_threads():
-    """XLA's gather would be, and a small step waits longer for the threads than it
-    computes."""
-    index = jnp.zeros((4, 10), jnp.int32)
-    large = jnp.zeros((100_000, 64), jnp.uint8)
-    for batch in (index[0], index):
-        get = (
-            local_training._rows
-            if batch.ndim == 1
-            else jax.vmap(local_training._rows, (None, 0))
-        )
-        assert (
-            "outer_dimension_partitions"
-            not in jax.jit(get).lower(large, batch).compile().as_text()
-        )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 it."""
 
 import functools
+import os
 from types import SimpleNamespace
 
 import jax
@@ -59,8 +60,7 @@ def test_a_run_takes_what_its_largest_function_does(monkeypatch):
             )
         )
 
-    machine = SimpleNamespace(total=5)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(memory, "host_total", lambda: 5)
     sizes = [function(10), function(None), function(20)]
     assert memory.of(sizes, devices=3) == (2 * 20 * 3, 5)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -146,6 +146,16 @@ def test_what_was_compiled_to_account_for_it_is_what_runs(devices, state_every):
         == 2
     )
     assert len(calls) == traced
+
+
+def test_the_hosts_memory_is_the_machines_or_the_control_groups(tmp_path, monkeypatch):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "LIMITS", (str(limit), str(tmp_path / "none")))
+    assert memory.host_total() == machine
+    for text, total in (("max\n", machine), ("4096\n", 4096), ("9" * 19, machine)):
+        limit.write_text(text)
+        assert memory.host_total() == total
 
 
 def test_more_than_there_is_is_an_error():

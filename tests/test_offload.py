@@ -10,7 +10,7 @@ from toy import N, assert_same
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import distributed, host_state
+from fedjax_pfl.engine import distributed, host_state, memory
 from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
@@ -77,7 +77,7 @@ def test_the_rows_are_the_hosts_and_are_overwritten_in_place():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_state_wherever_it_was():
-    """As a resume with another --client_memory does."""
+    """A resume with another --client_memory does the same."""
     for program, from_other in zip(programs(2), reversed(both(2)), strict=True):
         again = run(program, start=2, state=program.place(from_other[1].state))
         assert_same(again[-1].state, both(2)[0][-1].state)
@@ -102,9 +102,17 @@ def test_the_rows_begin_on_one_cpu_wherever_the_key_is(monkeypatch):
     )
 
 
-def test_everybody_in_the_round_is_one_sentence():
-    task = toy.method_task("ditto")
-    with pytest.raises(
-        InputError, match="client_memory=host needs participation below 1"
-    ):
+def test_state_beyond_the_hosts_memory_is_an_error(monkeypatch):
+    task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))
+    monkeypatch.setattr(memory, "host_total", lambda: 1000)
+    with pytest.raises(InputError, match=r"needs about .* GiB of .* GiB"):
         host_state.program(ALGORITHMS["ditto"], task)
+
+
+def test_the_first_state_is_drawn_in_blocks(monkeypatch):
+    """Row after row, it is that of one block, and that of state on the devices."""
+    program, host = programs(1)
+    at_once = host.init(KEY, host.traced)
+    monkeypatch.setattr(host_state, "BLOCK", 1)
+    assert_same(host.init(KEY, host.traced), at_once)
+    assert_same(program.init(KEY, program.traced), at_once)

@@ -1,5 +1,7 @@
 """The task's optimizer: which parameters it sees, and what is said where it fails."""
 
+import contextlib
+
 import jax
 import numpy as np
 import optax
@@ -7,6 +9,9 @@ import pytest
 import toy
 
 from fedjax_pfl import server_optimizer
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine.method import bound as method_of
+from fedjax_pfl.errors import InputError
 
 # where each state keeps what the name "head" stands for; the other parameters must move
 HEADS = {
@@ -49,19 +54,6 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
         assert not np.array_equal(a, b)
 
 
-@pytest.mark.slow  # of Optax, and of four seconds
-def test_a_schedule_that_peaks_at_one_scales_the_learning_rate():
-    """The way that is named where a schedule asks for the value of lr."""
-    flat = optax.warmup_cosine_decay_schedule(1.0, 1.0, 2, 10**6)
-    scaled = toy.task(
-        optimizer=lambda lr: optax.chain(optax.sgd(lr), optax.scale_by_schedule(flat))
-    )
-    toy.assert_close(
-        toy.train("fedavg", scaled, rounds=2).state,
-        toy.train("fedavg", toy.task(), rounds=2).state,
-    )
-
-
 @pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""
@@ -87,3 +79,37 @@ def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
     before, after = (state.server.method for state in (run.begin, run.state))
     toy.assert_same(before["head"], after["head"])
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
+
+
+OTHERS = {
+    "momentum": lambda lr: optax.sgd(lr, 0.9),
+    "adam": optax.adam,
+    "clipped": lambda lr: optax.chain(optax.clip_by_global_norm(50.0), optax.sgd(lr)),
+    "schedule": lambda lr: optax.chain(
+        optax.sgd(lr), optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 10**6))
+    ),
+    "sign": optax.sign_sgd,
+}
+PLAIN = {
+    "sgd": optax.sgd,
+    "decayed": lambda lr: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(lr)),
+    "frozen": frozen_heads,
+}
+# methods that compute with the path of plain SGD; all others take any optimizer
+PLAIN_SGD = ("scaffold", "fednova")
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_only_plain_sgd_is_taken_where_the_derivation_needs_it(method):
+    task, factory = toy.method_task(method), toy.METHODS[method]
+    for rule in PLAIN.values():
+        method_of(factory, task._replace(optimizer=rule), {}, 1.0)
+    for rule in OTHERS.values():
+        with (
+            pytest.raises(
+                InputError, match=r"takes no `optimizer` of this kind: .* plain SGD"
+            )
+            if method in PLAIN_SGD
+            else contextlib.nullcontext()
+        ):
+            method_of(factory, task._replace(optimizer=rule), {}, 1.0)

@@ -12,9 +12,8 @@ import pytest
 import toy
 from jax.interpreters import partial_eval
 
-from fedjax_pfl import hyperparameters, models
+from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.models import layers, nets
 
 KEY = jax.random.key(0)
 # in the order of what an option most often changes
@@ -22,29 +21,17 @@ PARTS = ("round", "init", "evaluate")
 
 # Options that act only beside others: {option: {method or "": the others}}; "" is for
 # all methods that have it.
-# of the neurons
-PRIOR = {method: {"matching": "bbp"} for method in ("fedma", "pfedma")}
 BESIDE = {
-    # the differences by which products with the Hessian are taken
-    "delta": {"": {"variant": "hf"}},
-    "upper_layers": {"": {"shared": "upper"}},
-    **dict.fromkeys(("sigma", "sigma0", "mu0", "mu0_bias"), PRIOR),
-    "xi_self": {"": {"attention": "heur"}},
-    "energy_start": {"": {"svd": True}},
-    "energy_end": {"": {"svd": True}},
     "warmup_epochs": {"": {"order": "code"}},
 }
-# Options that need another task: {option: its name}; the others have the method's own.
-ON = {"public_epochs": "labelled", "shared": "convolution"}
 # the task's rate is not used, as is documented
 NO_RATE = ("pfedhn", "mocha")
 # The other value, where it is not the default's neighbour: 5 clients, of which one
-# takes at most 5 models, and 11 public examples; 2 layers.
+# takes at most 5 models, and 11 public examples.
 OTHER = {
     "received": [2],
     "neighbours": [2],
     "public_size": [5],
-    "upper_layers": [1],
     "tasks": ["consecutive:2"],
 }
 # What None stands for, where it is not another training.
@@ -54,58 +41,20 @@ NONE = {
     ("mocha", "relate_every"): lambda task: max(1, task.rounds // 10),
     ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
 }
-# Methods with many options of another one's, which are the same code: theirs are slow.
-LIKE = {
-    **dict.fromkeys(("mnfl_het", "sim_pfd", "topk_pfd"), "fedmd"),
-    "pfeddf": "feddf",
-}
-LIKE |= {"pfedma": "fedma", "privacy_pfedc": "pfedc"}
-# Their options are many, or their rounds take long to trace: they are slow, too.
-MANY = (
-    "pfedc",
-    "fedcp",
-    "fedmd",
-    "pfedhn",
-    "feddf",
-    "fedma",
-    "mnfl",
-    "fedkd",
-    "per_fedavg",
-    "lg_fedavg",
-    "fedala",
-)
-MANY += ("fedem", "fedbabu", "pfedafm", "fedavg_ft")
-SLOW = ("feddva", *LIKE, *MANY)
-
-
-def image(x):
-    return (x[:, :, None] * x[:, None])[..., None]
-
-
-def convolution(input_shape, num_classes, rngs):
-    """One convolution and two linear layers."""
-    return nets.Net(
-        nets.Conv("tiny", input_shape, (3,), (2,), (5,), rngs),
-        layers.linear(5, num_classes, rngs),
-    )
+# Every option is another trace of a round: the others are slow.
+QUICK = ("ditto", "scaffold", "fedrep", "fedamp")
 
 
 @functools.cache
 def task_of(method, name=""):
     if name == "norm":
         return toy.fitted(method, "norm", public=toy.POOL)
-    if name == "labelled":
-        return toy.method_task(method)._replace(public_classes=3)
-    if name == "convolution":
-        return toy.task(
-            model=models.model(convolution, (6, 6, 1), toy.C), prepare=image
-        )
     return toy.method_task(method)
 
 
 class Traced:
-    """What a method with these options computes in a round, in the beginning and in an
-    evaluation; each is traced when it is asked for."""
+    """The programs of a method with these options: `init`, a round and an evaluation,
+    each traced on demand."""
 
     def __init__(self, method, options, task):
         self.program = toy.program(toy.METHODS[method], task, options)
@@ -173,7 +122,7 @@ class Cases:
     def beside(self, name):
         """The other options and the task with which an option acts."""
         of = BESIDE.get(name, {})
-        return of.get(self.method, of.get("", {})), ON.get(name, "")
+        return of.get(self.method, of.get("", {})), ""
 
 
 def others(known, default):
@@ -194,13 +143,10 @@ def others(known, default):
     )
 
 
-def without_effect(method, but=()):
-    """The hyperparameters of a method, `but` some, that change nothing, with their
-    values."""
+def without_effect(method):
+    """Returns the hyperparameters of a method that change nothing, and their values."""
     cases, found = Cases(method), []
     for name, known in hyperparameters.of(ALGORITHMS[method]).items():
-        if name in but:
-            continue
         default = toy.SMALL.get(method, {}).get(name, known.default)
         options, task = cases.beside(name)
         seen = [cases.of(options, task)]
@@ -219,35 +165,14 @@ def without_effect(method, but=()):
 
 
 @pytest.mark.parametrize(
-    "method", [toy.slow(name) if name in SLOW else name for name in ALGORITHMS]
+    "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
 )
 def test_no_option_is_without_effect(method):
     assert without_effect(method) == []
 
 
-@pytest.mark.parametrize(
-    "method",
-    [toy.slow(name) if name in ("pfedma", "mnfl_het") else name for name in LIKE],
-)
-def test_no_option_that_others_have_not_is_without_effect(method):
-    assert (
-        without_effect(method, but=hyperparameters.of(ALGORITHMS[LIKE[method]])) == []
-    )
-
-
-@pytest.mark.slow  # traces options of FedKD, which are slow
-def test_an_option_that_acts_beside_another_is_seen_to_do_nothing_alone():
-    """So that what is compared shows it."""
-    cases = Cases("fedkd")
-    assert (
-        cases.of({}).unused() == ["energy_end", "energy_start"]
-        and cases.of({"svd": True}).unused() == []
-    )
-
-
-@pytest.mark.parametrize(
-    "method, name", [toy.slow(*each) if each[0] in SLOW else each for each in NONE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, name", NONE)
 def test_none_is_the_value_that_is_documented(method, name):
     for change in ({}, {"epochs": 7, "rounds": 40}):
         task = task_of(method)._replace(**change)

@@ -1,4 +1,4 @@
-"""What a client predicts for an example."""
+"""Predictions of a client for an example."""
 
 import pytest
 import toy

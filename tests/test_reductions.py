@@ -1,5 +1,7 @@
-"""Degenerate cases in which one method must equal another (specs 28.2), on three rounds
-of the toy federation."""
+"""Limiting cases in which one method must equal another, on three rounds of the toy
+federation."""
+
+from operator import attrgetter
 
 import chex
 import jax
@@ -11,10 +13,9 @@ import toy
 from absl import logging
 from toy import SIZES, assert_close, assert_same
 
-from fedjax_pfl import averaging, keys, local_training, losses, simulate, trees
+from fedjax_pfl import averaging, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.types import Batch, Data, State
+from fedjax_pfl.types import State
 
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
@@ -30,112 +31,171 @@ def equal_sizes():
     return f._replace(train=f.train._replace(size=jnp.full_like(f.train.size, 4)))
 
 
-def test_fedprox_without_pull_is_fedavg():
-    assert_close(train("fedprox", mu=0.0).state, train("fedavg").state)
-
-
-@pytest.mark.slow  # test_reference.py has the pull by hand
-def test_fedprox_pull_acts_from_the_second_step_on():
-    one_step = toy.task("mlp", epochs=None, steps=1)
-    weak, strong = (train("fedprox", one_step, mu=mu).state for mu in (0.0, 100.0))
-    assert_same(weak, strong)
-    two_steps = toy.task("mlp", epochs=None, steps=2)
-    weak, strong = (train("fedprox", two_steps, mu=mu).state for mu in (0.0, 5.0))
-    assert trees.sq_dist(weak.server, strong.server) > 1e-4
-
-
-def test_ditto_global_model_is_fedavgs():
-    expected = train("fedavg").state.server
-    for lam in (0.0, 2.0):
-        assert_close(train("ditto", lam=lam).state.server, expected)
-
-
-def test_ditto_without_pull_is_local():
-    state, _, last = train("ditto", lam=0.0)
-    alone = train("local")
-    assert_close(state.clients["v"], alone.state.clients)
-    assert_same(last, alone.last)
-
-
-def test_dittos_personal_epochs_are_of_the_personal_model_alone():
-    got = train("ditto", personal_epochs=0)
-    assert_close(got.state.server, train("fedavg").state.server)
-    assert_same(got.state.clients["v"], got.begin.clients["v"])
-
-
-@pytest.mark.slow
-def test_scaffold_of_identical_clients_is_fedavg():
+def identical():
+    """Every client has the examples of client 1."""
     f = toy.federation()
     same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
-    equal = f._replace(
-        train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N)
-    )
-    full_batch = toy.task("mlp", batch_size=19)
-    corrected, plain = (
-        train(method, full_batch, equal).state.server
-        for method in ("scaffold", "fedavg")
-    )
-    assert_close(corrected["w"], plain, 1e-5)
+    counts = trees.replicate(f.class_counts[1], toy.N)
+    return f._replace(train=same(f.train), class_counts=counts)
 
 
-@pytest.mark.parametrize("variant", ["hf", *map(toy.slow, ["fo", "exact"])])
-@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
-def test_per_fedavg_without_inner_step_is_fedavg(task, variant):
-    state = train("per_fedavg", task, alpha=0.0, variant=variant).state
-    expected = train("fedavg", task).state
-    assert_close(state.server, expected.server, 2e-6)
+# Parts of a run that are compared.
+SERVER, STATE = attrgetter("state.server"), attrgetter("state")
+OWN, SCORED = attrgetter("state.clients", "last"), attrgetter("state", "last")
+SERVED = attrgetter("state.server", "last")
 
 
-@pytest.mark.slow  # test_perfedavg.py has rates by hand
-def test_per_fedavgs_outer_step_has_a_rate_of_its_own():
-    slower = toy.task("mlp", lr=0.05)
-    assert_close(
-        train("per_fedavg", alpha=0.0, beta=0.05).state.server,
-        train("fedavg", slower).state.server,
-    )
+def personal(run):
+    return run.state.clients["v"], run.last
 
 
-@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
-def test_fedrod_without_balancing_is_fedavg(task):
-    assert_close(
-        train("fedrod", task, gamma=0.0).state.server,
-        train("fedavg", task).state.server,
-        2e-6,
-    )
+def attentive(run):
+    """The models of FedAMP's clients, which are at the server."""
+    return {**run.state.server["w"], "stats": run.state.clients}, run.last
 
 
-@pytest.mark.parametrize("still", [toy.slow({"lam": 0.0}), {"beta": 0.0}])
-def test_pfedme_without_pull_or_mixing_keeps_the_global_model(still):
-    program = toy.program(ALGORITHMS["pfedme"], MLP)
-    assert_close(
-        train("pfedme", **still).state.server, program.init(KEY, program.traced).server
-    )
+def split_model(run):
+    return run.state.server["body"], run.state.clients["head"]
 
 
-@pytest.mark.parametrize("hparams", [toy.slow({}), {"alpha": 0.9}])
-def test_apfl_global_model_is_fedavgs(hparams):
-    assert_close(train("apfl", **hparams).state.server, train("fedavg").state.server)
+def replicated_head(run):
+    server = run.state.server
+    return server["body"], trees.replicate(server["head"], toy.N)
+
+
+def component(run):
+    """The only component of FedEM."""
+    return trees.gather(run.state.server, 0), run.metrics.loss, run.last
+
+
+def body_and_head(run):
+    return run.state.server["body"], run.state.server["head"]
+
+
+def mean_model(run):
+    return jax.tree.map(lambda w: jnp.mean(w, axis=0), run.state.server["w"])
+
+
+def limit(method, hparams, other, ours=SERVER, theirs=None, **more):
+    """A row of LIMITS: with `hparams`, `ours` of a method is `theirs` of another."""
+    given = {"task": MLP, "federation": None, "tolerance": 1e-6} | more
+    marks = [pytest.mark.slow] if given.pop("slow", False) else []
+    case = method, hparams, other, ours, theirs or ours, given
+    return pytest.param(*case, marks=marks, id="-".join([method, *hparams, other]))
+
+
+SLOW, NORMED = {"slow": True}, {"task": NORM, "tolerance": 2e-6}
+EQUAL, EXACT = {"federation": equal_sizes()}, {"tolerance": 0.0}
+FULL_BATCH = {"task": toy.task("mlp", batch_size=19), "federation": identical()}
+ONE_STEP = {"task": toy.task("mlp", epochs=None, steps=1)}
+IDENTITY = {"retrain_epochs": 0, "matching": "identity", "weights": "uniform"}
+PERSONAL_PATH = {"cpn": False, "gh": False, "lam": 0.0}
+NO_POLICY = {"cpn": False, "gfm": False, "gh": False}
+SINGLE = {"tasks": "single", "head_weighting": "data"}
+UNIFORM = {"tasks": "single", "head_weighting": "uniform"}
+EPOCHS = {"fine_tune_epochs": MLP.epochs}
+BEGIN, HEAD = attrgetter("begin.server"), lambda run: run.state.server["head"]
+LIMITS = [
+    limit(
+        "fedavg",
+        {},
+        "local",
+        SERVER,
+        lambda run: toy.rows(run.state.clients, 2),
+        **FULL_BATCH,
+    ),
+    limit("fedprox", {"mu": 0.0}, "fedavg", STATE),
+    limit("ditto", {"lam": 0.0}, "fedavg"),
+    limit("ditto", {"lam": 2.0}, "fedavg"),
+    limit("ditto", {"lam": 0.0}, "local", personal, OWN),
+    limit("ditto", {"personal_epochs": 0}, "fedavg"),
+    limit(
+        "ditto",
+        {"personal_epochs": 0},
+        "local",
+        lambda run: run.state.clients["v"],
+        attrgetter("begin.clients"),
+        **EXACT,
+    ),
+    limit(
+        "scaffold",
+        {},
+        "fedavg",
+        lambda run: run.state.server["w"],
+        SERVER,
+        **FULL_BATCH,
+        **SLOW,
+        tolerance=1e-5,
+    ),
+    limit("per_fedavg", {"alpha": 0.0}, "fedavg", **NORMED),
+    limit("per_fedavg", {"alpha": 0.0}, "fedavg", **SLOW, tolerance=2e-6),
+    limit("fedrod", {"gamma": 0.0}, "fedavg", **NORMED),
+    limit("fedrod", {"gamma": 0.0}, "fedavg", **SLOW),
+    limit("pfedme", {"beta": 0.0}, "fedavg", SERVER, BEGIN),
+    limit("pfedme", {"lam": 0.0}, "fedavg", SERVER, BEGIN, **SLOW),
+    limit("apfl", {"alpha": 0.9}, "fedavg"),
+    limit("apfl", {}, "fedavg", **SLOW),
+    limit("apfl", {"alpha": 1.0, "adaptive": False}, "local", personal, OWN, **SLOW),
+    limit("mnfl", {"coef_lr": 0.0}, "fedavg", mean_model, SERVER, **EQUAL, **SLOW),
+    limit(
+        "fedem",
+        {"components": 1},
+        "fedavg",
+        component,
+        attrgetter("state.server", "metrics.loss", "last"),
+        tolerance=2e-6,
+    ),
+    limit(
+        "fedem",
+        {"components": 1},
+        "fedavg",
+        component,
+        attrgetter("state.server", "metrics.loss", "last"),
+        **NORMED,
+        **SLOW,
+    ),
+    limit("fedamp", {"lam": 0.0}, "local", attentive, OWN),
+    limit("fedamp", {"lam": 0.0}, "local", attentive, OWN, **NORMED, **SLOW),
+    # the pull acts from the second step on
+    limit("fedamp", {"sigma": 1e-9}, "local", attentive, OWN, **ONE_STEP, **SLOW),
+    limit("fedphp", {"lam": 0.0}, "fedavg", **NORMED),
+    limit("fedphp", {"lam": 0.0}, "fedavg", **SLOW, tolerance=2e-6),
+    limit("fedala", {"lr_weights": 0.0}, "fedavg", SERVED),
+    limit("fedala", {"blended": "none"}, "fedavg", SERVED, **SLOW, task=NORM),
+    limit(
+        "fedrep", {"head_epochs": 0}, "fedbabu", split_model, replicated_head, **SLOW
+    ),
+    limit("fedbabu", {}, "fedavg", HEAD, lambda run: run.begin.server["head"], **EXACT),
+    limit("fedbn", {}, "fedavg", **EXACT),
+    limit("fedavg_ft", {"fine_tune_epochs": 0}, "fedavg", SCORED, **EXACT),
+    limit("fedavg_ft", {"fine_tune_epochs": 3}, "fedavg", STATE, **EXACT, **SLOW),
+    limit("fedma", IDENTITY, "fedavg", STATE, **EQUAL),
+    limit("fedma", IDENTITY, "fedavg", STATE, **EQUAL, **SLOW, task=toy.task("linear")),
+    limit("pfedma", {"fine_tune_epochs": 0}, "fedma", SCORED, **EXACT, **SLOW),
+    limit("pfedma", EPOCHS, "fedma", STATE, **EXACT, **SLOW),
+    limit("fedcp", PERSONAL_PATH, "fedper", split_model, task=NORM),
+    limit("fedcp", PERSONAL_PATH, "fedper", split_model, **SLOW),
+    limit("fedcp", NO_POLICY, "fedper", split_model, **SLOW, task=NORM),
+    limit("fedcp", NO_POLICY, "fedper", split_model, **SLOW),
+    limit("pfedc", SINGLE, "fedavg", body_and_head),
+    limit("pfedc", UNIFORM, "fedavg", body_and_head, **EQUAL, **SLOW),
+]
+
+
+@pytest.mark.parametrize("method, hparams, other, ours, theirs, given", LIMITS)
+def test_in_a_limiting_case_a_method_is_another(
+    method, hparams, other, ours, theirs, given
+):
+    where = given["task"], given["federation"]
+    run, expected = train(method, *where, **hparams), train(other, *where)
+    assert_close(ours(run), theirs(expected), given["tolerance"])
 
 
 @pytest.mark.slow
-def test_apfl_of_personal_models_only_is_local():
-    state, _, last = train("apfl", alpha=1.0, adaptive=False)
-    alone = train("local")
-    assert_close(state.clients["v"], alone.state.clients)
-    assert_same(last, alone.last)
-
-
-@pytest.mark.slow  # test_mnfl.py has the mixing by hand
-def test_mnfl_of_uniform_coefficients_is_fedavg():
-    got = train("mnfl", federation=equal_sizes(), coef_lr=0.0)
-    state, metrics = got.state, got.metrics
-    expected = train("fedavg", federation=equal_sizes())
-    assert_close(
-        jax.tree.map(lambda w: jnp.mean(w, axis=0), state.server["w"]),
-        expected.state.server,
-    )
-    assert_close(metrics.loss, expected.metrics.loss, 1e-5)
-    assert_same(metrics.post, expected.metrics.post)
+@pytest.mark.parametrize("method", ["fedavg_ft", "pfedma"])
+def test_fine_tuning_for_the_local_epochs_predicts_as_after_training(method):
+    before, after = (toy.train(method, MLP, rounds, **EPOCHS) for rounds in (2, 3))
+    assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
 def test_mnfl_of_own_models_only_is_local():
@@ -154,37 +214,6 @@ def test_mnfl_of_own_models_only_is_local():
         state = step(state, jnp.int32(t))
     assert_close(state.server["w"], train("local").state.clients)
     assert_same(state.server["coefficients"], jnp.eye(toy.N))
-
-
-@pytest.mark.parametrize("task", [MLP, toy.slow(NORM)])
-def test_fedem_of_one_component_is_fedavg(task):
-    state, metrics, last = train("fedem", task, components=1)
-    expected, plain, scores = train("fedavg", task)
-    assert_close(trees.gather(state.server, 0), expected.server, 2e-6)
-    assert_close(metrics.loss, plain.loss, 2e-6)
-    assert_same(last, scores)
-    assert_same(state.clients["pi"], jnp.ones((toy.N, 1)))
-
-
-@pytest.mark.parametrize(
-    "task, hparams", [toy.slow(NORM, {}), (MLP, {"attention": "heur"})]
-)
-def test_fedamp_without_attention_is_local(task, hparams):
-    state, _, last = train("fedamp", task, lam=0.0, **hparams)
-    alone = train("local", task)
-    assert_close({**state.server["w"], "stats": state.clients}, alone.state.clients)
-    assert_close(last, alone.last)
-
-
-@pytest.mark.slow  # test_fedamp.py has the attention by hand
-def test_fedamp_that_sees_nobody_is_local():
-    """In a round of one step, for the pull lam/alpha (w - u) with u = w_i acts from the
-    second step on."""
-    task = toy.task("mlp", epochs=None, steps=1)
-    got = train("fedamp", task, sigma=1e-9)
-    state, metrics = got.state, got.metrics
-    np.testing.assert_array_equal(metrics.clients["self_weight"][1:], 1)
-    assert_close({**state.server["w"], "stats": {}}, train("local", task).state.clients)
 
 
 @pytest.mark.slow  # test_fedamp.py has the attention by hand
@@ -209,28 +238,6 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     )
     assert_close(pulled, expected, 2e-6)
     assert trees.sq_dist(pulled, alone) > 1e-4
-
-
-@pytest.mark.parametrize(
-    "task, hparams",
-    [toy.slow(MLP, {}), (NORM, {}), toy.slow(MLP, {"regularizer": "kd"})],
-)
-def test_fedphp_without_a_teacher_trains_as_fedavg(task, hparams):
-    assert_close(
-        train("fedphp", task, lam=0.0, **hparams).state.server,
-        train("fedavg", task).state.server,
-        2e-6,
-    )
-
-
-@pytest.mark.parametrize(
-    "task, hparams", [(MLP, {"lr_weights": 0.0}), toy.slow(NORM, {"blended": "none"})]
-)
-def test_fedala_that_takes_the_global_model_is_fedavg(task, hparams):
-    state, _, last = train("fedala", task, **hparams)
-    expected = train("fedavg", task)
-    assert_close(state.server, expected.state.server)
-    assert_close(last, expected.last)
 
 
 @pytest.mark.slow  # test_fedala.py has the blending by hand
@@ -310,17 +317,7 @@ TRAFFIC = {
 def test_traffic_with_batch_norm(method, bn_stats):
     task = toy.task("norm", bn_stats=("aggregate", "local")[bn_stats])
     algorithm = ALGORITHMS[method](task)
-    ids = jnp.array([0, 1])  # two classes each
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    cohort = Cohort(
-        toy.federation(),
-        task,
-        ids,
-        jnp.array([True, False]),
-        key=KEY,
-        width=1,
-        **nothing,
-    )
+    cohort = toy.cohort(task, [0, 1], [True, False])  # two classes each
     sent = toy.sent(algorithm, cohort)
     np.testing.assert_array_equal(sent.down, [TRAFFIC[method][bn_stats], 0])
     np.testing.assert_array_equal(sent.up, sent.down)
@@ -342,7 +339,7 @@ def test_traffic_with_batch_norm(method, bn_stats):
 def test_the_server_receives_the_running_statistics_that_local_training_has_seen(
     method, hparams
 ):
-    """Of a round in which one client has examples: they are those of training alone."""
+    """With one client that trains, the server has this client's statistics."""
     f = toy.federation()
     one = f._replace(
         train=f.train._replace(size=jnp.where(jnp.arange(toy.N) == 1, f.train.size, 0))
@@ -362,13 +359,6 @@ def test_every_use_of_running_statistics_learns(method, bn_stats):
 
 
 @pytest.mark.slow
-def test_fedrep_without_head_phase_is_fedbabu():
-    fedrep, fedbabu = train("fedrep", head_epochs=0).state, train("fedbabu").state
-    assert_close(fedrep.server["body"], fedbabu.server["body"])
-    assert_same(fedrep.clients["head"], trees.replicate(fedbabu.server["head"], toy.N))
-
-
-@pytest.mark.slow
 def test_fedrep_without_body_phase_keeps_the_body():
     program = toy.program(ALGORITHMS["fedrep"], MLP, {"body_epochs": 0})
     begin = program.init(KEY, program.traced)
@@ -377,47 +367,6 @@ def test_fedrep_without_body_phase_keeps_the_body():
     assert_close(state.server["body"], begin.server["body"])
     assert np.all(got.metrics.loss > 0)  # of the head's phase
     assert trees.sq_dist(state.clients["head"], begin.clients["head"]) > 0
-
-
-def test_fedbn_without_batch_norm_is_fedavg():
-    assert_same(train("fedbn").state.server, train("fedavg").state.server)
-
-
-@pytest.mark.slow  # its traffic shows it
-def test_fedbn_keeps_norms_and_shares_the_rest():
-    state = train("fedbn", NORM).state
-    shared, own = (
-        jax.tree.leaves(
-            jax.tree_util.tree_map_with_path(lambda path, _: str(path), part)
-        )
-        for part in state
-    )
-    assert (
-        own
-        and all("norm" in path for path in own)
-        and not any("norm" in path for path in shared)
-    )
-
-
-def test_fine_tuning_by_no_epochs_is_fedavg():
-    state, _, last = train("fedavg_ft", fine_tune_epochs=0)
-    expected, _, scores = train("fedavg")
-    assert_same(state, expected)
-    assert_same(last, scores)
-
-
-@pytest.mark.slow  # by no epochs it is FedAvg's, too
-def test_fine_tuning_does_not_touch_training():
-    assert_same(train("fedavg_ft", fine_tune_epochs=3).state, train("fedavg").state)
-
-
-@pytest.mark.slow  # pFedMA's is seen below
-def test_fine_tuning_for_the_local_epochs_is_fedavgs_post():
-    before, after = (
-        toy.train("fedavg_ft", MLP, rounds, fine_tune_epochs=MLP.epochs)
-        for rounds in (2, 3)
-    )
-    assert_same(before.last, toy.rows(after.metrics.post, -1))
 
 
 @pytest.mark.slow
@@ -442,34 +391,6 @@ def test_what_is_fine_tuned(method):
     assert np.abs(logits["body"] - logits["all"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("task", [MLP, toy.slow(toy.task("linear"))])
-def test_fedma_of_neurons_that_stay_is_uniform_fedavg(task):
-    still = {"retrain_epochs": 0, "matching": "identity", "weights": "uniform"}
-    uniform = equal_sizes()
-    assert_close(
-        train("fedma", task, uniform, **still).state,
-        train("fedavg", task, uniform).state,
-    )
-
-
-@pytest.mark.slow  # so is its state with fine-tuning, below
-def test_pfedma_without_fine_tuning_is_fedma():
-    state, _, last = train("pfedma", fine_tune_epochs=0)
-    expected, _, scores = train("fedma")
-    assert_same(state, expected)
-    assert_same(last, scores)
-
-
-@pytest.mark.slow
-def test_pfedma_trains_as_fedma_and_predicts_what_it_has_trained():
-    before, after = (
-        toy.train("pfedma", MLP, rounds, fine_tune_epochs=MLP.epochs)
-        for rounds in (2, 3)
-    )
-    assert_same(after.state, train("fedma").state)
-    assert_same(before.last, toy.rows(after.metrics.post, -1))
-
-
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbabu"])
 def test_a_network_without_a_body_to_share_is_said(method, monkeypatch):
     said = []
@@ -480,14 +401,6 @@ def test_a_network_without_a_body_to_share_is_said(method, monkeypatch):
     assert not said
     ALGORITHMS[method](toy.task("linear"))
     assert len(said) == 1 and "nothing is averaged" in said[0]
-
-
-def test_fedbabu_head_never_moves():
-    program = toy.program(ALGORITHMS["fedbabu"], MLP)
-    assert_same(
-        train("fedbabu").state.server["head"],
-        program.init(KEY, program.traced).server["head"],
-    )
 
 
 @pytest.mark.slow
@@ -529,75 +442,6 @@ def test_local_ignores_the_others():
     )
     mine = lambda result: toy.rows(result.state.clients, 0)
     assert_same(mine(train("local", federation=changed)), mine(train("local")))
-
-
-@pytest.mark.slow  # FedPer's mask is in test_masks_of_the_family
-def test_fedper_of_equal_clients_has_equal_heads():
-    f = toy.federation()
-    same = lambda rows: type(rows)(*(x.at[1].set(x[0]) for x in rows))
-    f = f._replace(
-        train=same(f.train), class_counts=f.class_counts.at[1].set(f.class_counts[0])
-    )
-    full_batch = toy.task("mlp", batch_size=19)
-    heads = train("fedper", full_batch, federation=f).state.clients["head"]
-    assert_close(trees.gather(heads, 0), trees.gather(heads, 1))
-
-
-@pytest.mark.parametrize(
-    "hparams",
-    [
-        toy.slow({"cpn": False, "gfm": False, "gh": False}),
-        {"cpn": False, "gh": False, "lam": 0.0},
-    ],
-)
-@pytest.mark.parametrize("task", [toy.slow(MLP), NORM])
-def test_fedcp_with_the_personal_path_only_is_fedper(task, hparams):
-    state, expected = train("fedcp", task, **hparams).state, train("fedper", task).state
-    assert_close(state.server["body"], expected.server["body"])
-    assert_close(state.clients["head"], expected.clients["head"])
-
-
-@pytest.mark.parametrize(
-    "head_weighting, federation",
-    [("data", toy.federation()), toy.slow("uniform", equal_sizes())],
-)
-def test_pfedc_with_one_task_is_fedavg(head_weighting, federation):
-    state = train(
-        "pfedc", federation=federation, tasks="single", head_weighting=head_weighting
-    ).state.server
-    expected = train("fedavg", federation=federation).state.server
-    assert_close(
-        {part: state[part] for part in ("body", "head")},
-        {part: expected[part] for part in ("body", "head")},
-    )
-
-
-@pytest.mark.slow  # oracle.py has minibatches in this order for the rounds by hand
-def test_one_client_is_a_plain_loop():
-    """Minibatches, their order and the short last batch against a Python loop over the
-    same permutations."""
-    f, loss = toy.federation(), losses.classification(MLP.model)
-    size, batch = int(SIZES[1]), MLP.batch_size
-    data = Data(f.examples, f.train.index[1], f.train.size[1], MLP.prepare)
-    w = start = MLP.model.init(KEY)
-    for epoch in range(MLP.epochs):
-        key = jax.random.fold_in(keys.fold(KEY, keys.Client.SHUFFLE), epoch)
-        order = np.asarray(data.index)[
-            np.asarray(local_training.shuffle(key, data.index.shape[0], size))[:size]
-        ]
-        for s in range(0, size, batch):
-            x, y = (
-                f.examples.x[order[s : s + batch]],
-                f.examples.y[order[s : s + batch]],
-            )
-            one = Batch(x, y, jnp.ones(len(y), bool), None)
-            w = jax.tree.map(
-                lambda a, g: a - 0.1 * g,
-                w,
-                jax.grad(lambda w, one=one: loss(w, one, KEY)[0])(w),
-            )
-    got, _ = jax.jit(lambda: local_training.sgd(KEY, data, loss, start, MLP))()
-    assert_close(got, w)
 
 
 def test_evaluation_does_not_depend_on_the_width():
@@ -657,51 +501,3 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
         assert np.any(kernel != old, axis=(1, 2))[~absent].all()
         numbers.add(int((~absent).sum()))
     assert len(numbers) > 1 and max(numbers) <= 4
-
-
-@pytest.mark.slow  # so do several equal ones, below
-def test_one_client_averages_to_itself():
-    task = toy.task("mlp", sizes=SIZES[:1], class_counts=MLP.class_counts[:1])
-    f = toy.federation()
-    first = lambda rows: type(rows)(*(x[:1] for x in rows))
-    one = f._replace(
-        train=first(f.train),
-        val=first(f.val),
-        test=first(f.test),
-        class_counts=f.class_counts[:1],
-    )
-    averaged, alone = (train(method, task, one).state for method in ("fedavg", "local"))
-    assert_same(trees.replicate(averaged.server, 1), alone.clients)
-
-
-def test_identical_clients_average_to_any_of_them():
-    f = toy.federation()
-    same = lambda rows: type(rows)(*(trees.replicate(x[1], toy.N) for x in rows))
-    equal = f._replace(
-        train=same(f.train), class_counts=trees.replicate(f.class_counts[1], toy.N)
-    )
-    full_batch = toy.task("mlp", batch_size=19)
-    average, alone = (
-        train("fedavg", full_batch, equal).state.server,
-        train("local", full_batch, equal).state.clients,
-    )
-    assert_close(average, trees.gather(alone, 2))
-
-
-@pytest.mark.slow  # seconds; test_vectorized.py has seeds and rates
-def test_two_seeds_times_two_rates_in_one_vmap_are_four_runs():
-    program = toy.program(ALGORITHMS["ditto"], MLP)
-    f = toy.federation()
-
-    def run(key, lam):
-        return simulate.curve(
-            program, key, program.traced | {"lam": lam}, f, rounds=3, eval_every=2
-        )[1:]
-
-    seeds, lams = jax.random.split(jax.random.key(1), 2), jnp.array([0.1, 1.0])
-    grid = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))(seeds, lams)
-    single = jax.jit(run)
-    for i in range(2):
-        for j in range(2):
-            got = jax.tree.map(lambda x, i=i, j=j: x[i, j], grid)
-            assert_close(got, single(seeds[i], lams[j]), 1e-5)

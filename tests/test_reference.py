@@ -155,8 +155,7 @@ def test_accuracy_is_counted_by_hand():
 
 
 def test_a_prediction_that_is_no_number_is_wrong():
-    """As of a model that diverged while it was fine-tuned: its logits are NaN, and
-    argmax would call that class 0."""
+    """The logits of a diverged model are NaN, and argmax would return class 0."""
     z = np.array([[np.nan, np.nan, np.nan], [1, 0, 0], [0, 1, np.nan]], np.float32)
     counts = jax.numpy.array([1, 1, 0])
     client = type("Client", (), {"class_counts": counts})()

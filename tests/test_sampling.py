@@ -60,12 +60,6 @@ def test_with_a_range_the_number_of_clients_varies_and_whoever_takes_part_is_ran
     assert stats.chisquare(np.bincount(ids[active], minlength=20)).pvalue > 0.01
 
 
-def test_drawing_few_of_many_sorts_only_the_few():
-    of = task(1000, 0.02, 0.02)
-    text = str(jax.make_jaxpr(lambda key: sampling.sample(key, of))(jax.random.key(0)))
-    assert "sort" in text and "[20]" in text and "[1000]" not in text
-
-
 def test_a_share_that_is_not_a_binary_fraction_is_not_rounded_down():
     assert 0.29 * 100 < 29
     of = task(100, 0.29, 0.29)
@@ -105,10 +99,8 @@ CLIENT = {
 }
 CLIENT |= {
     "SECOND_PHASE": 41,
-    "THIRD_PHASE": 42,
     "TRANSFER": 42,
     "WARM_UP": 43,
-    "PUBLIC_LABELS": 44,
 }
 CLIENT |= {"EXTRACTOR": 45}
 STREAMS = {

@@ -28,7 +28,6 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
 from fedjax_pfl.types import Algorithm, Metrics, Own, State
@@ -173,7 +172,6 @@ def planted(mistake):
 
         changes = {
             "signature of predict": {"predict": lambda server, c: None},
-            "signature of score": {"score": lambda outputs, y: {}},
             "headline": {"headline": ("f1", "max")},
             "only architecture": {"one_architecture": False},  # but it uses task.model
         }
@@ -196,6 +194,7 @@ def test_without_a_mistake_every_rule_holds():
     testing.check_algorithm(planted(None))
 
 
+@pytest.mark.slow  # the method of the README passes in test_readme.py
 def test_a_copy_of_the_template_outside_of_the_package_passes(tmp_path):
     copy = shutil.copy(Path(template.__file__), tmp_path / "own.py")
     factory = find(f"{copy}:small_head")
@@ -228,7 +227,7 @@ BROKEN = {
     "fine-tunes on test examples": ("held_out", "`predict` reads c.test"),
     "only architecture": (
         "grouping",
-        "needs clients of one architecture, got 2",
+        "needs clients of one architecture",
     ),
     "lifted": ("dtype", r"\['body'\].* must be bfloat16.*, got float32"),
 }
@@ -337,22 +336,9 @@ def test_a_method_for_one_network_that_says_it_takes_several():
 
     made = testing.subject(factory, testing.task())
     testing.check("grouping", made)
-    with pytest.raises(
-        ContractViolation, match=r"'architectures' .*may have different networks"
-    ):
-        testing.check("architectures", made)
-
-
-def test_a_method_is_checked_by_its_name():
-    with pytest.raises(
-        InputError, match="Unknown algo 'fedavgg': did you mean 'fedavg'"
-    ):
-        testing.check_algorithm("fedavgg")
-
-
-def test_a_hyperparameter_that_is_not_given_by_keyword():
-    with pytest.raises(InputError, match="`mu` must be keyword-only"):
-        testing.check_algorithm(lambda task, mu=0.5: ALGORITHMS["fedavg"](task))
+    # an error of the method's own code is raised as it is
+    with pytest.raises(ValueError, match="different numbers of pytree children"):
+        testing.check("several_architectures", made)
 
 
 def test_a_method_without_a_mean_says_what_it_sends():
@@ -418,6 +404,16 @@ def changed(**functions):
     return factory
 
 
+def reporting(**fields):
+    """A round of FedAvg with other fields of Metrics."""
+
+    def round(made, key, state, cohort):
+        new, metrics = made.round(key, state, cohort)
+        return new, metrics._replace(**fields)
+
+    return {"round": round}
+
+
 FIELDS = {
     "tuple": (
         {"init": lambda made, key: tuple(made.init(key))},
@@ -443,6 +439,15 @@ FIELDS = {
         },
         "no name that ends in _micro, _std, _worst10",
     ),
+    "headline": (
+        reporting(post={"f1": jnp.zeros(5)}),
+        "the scores must have the headline 'acc'",
+    ),
+    "metric": (
+        reporting(post={"acc": jnp.zeros(5), "f1_micro": jnp.zeros(5)}),
+        "no name that ends in _micro, _std",
+    ),
+    "point": (reporting(server={"val/acc": jnp.zeros(())}), "it is reserved"),
 }
 
 
@@ -453,99 +458,29 @@ def test_a_field_or_a_state_that_cannot_be(mistake):
         simulate.program(changed(**fields), testing.task())
 
 
-METRICS = {
-    "headline": (
-        {"post": {"f1": jnp.zeros(5)}},
-        "the scores must have the headline 'acc' and no name that ends in",
-    ),
-    "statistic": (
-        {"post": {"acc": jnp.zeros(5), "f1_micro": jnp.zeros(5)}},
-        "the scores must have the headline 'acc' and no name that ends in _micro, _std",
-    ),
-    "point": (
-        {"server": {"val/acc": jnp.zeros(())}},
-        "a metric cannot be named 'val/acc': it is reserved.",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", METRICS)
-def test_metrics_that_cannot_be(mistake):
-    given, said = METRICS[mistake]
-
-    def round(made, key, state, cohort):
-        new, metrics = made.round(key, state, cohort)
-        return new, metrics._replace(**given)
-
-    with pytest.raises(InputError, match=re.escape(f"factory: {said}")):
-        simulate.program(changed(round=round), testing.task())
-
-
 def failing(where):
-    """FedAvg written out, with one mistake that Python or JAX says."""
+    """FedAvg written out, with one mistake that Python or JAX reports."""
 
     def factory(task, *, mu: float = 0.5):
         if where == "factory":
             mu = mu if mu < 1 else 1.0
-        made = ALGORITHMS["fedavg"](task)
         plain = losses.classification(task.model)
 
-        def init(key):
-            return made.init({}["haed"]) if where == "init" else made.init(key)
-
         def loss(variables, batch, key):
-            return plain(variables, batch, key) if mu > 0 else None
+            branch = where == "branch" and mu > 0
+            return None if branch else plain(variables, batch, key)
 
         def round(key, state, cohort):
-            given = (
-                (lambda variables, batch: None)
-                if where == "loss"
-                else loss
-                if where == "branch"
-                else plain
-            )
-
             def client(c):
-                w, value = local_training.sgd(c.key, c.train, given, state.server, task)
-                post = evaluation.post(cohort, c, predictor(task.model, w))
-                return (
-                    w
-                    if where == "no tuple"
-                    else (w, value)
-                    if where == "too few"
-                    else (w, value, post)
-                )
+                w, value = local_training.sgd(c.key, c.train, loss, state.server, task)
+                return w if where == "no tuple" else (w, value)
 
-            weight = (
-                cohort.sizes[:3]
-                if where == "weight"
-                else jnp.ones(1)
-                if where == "one weight"
-                else cohort.sizes
-            )
-            w, (value, post) = cohort.mean(client, weight=weight, default=state.server)
-            return State(w, state.clients), Metrics(value, post)
+            of = {"weight": cohort.sizes[:3], "one weight": jnp.ones(1)}
+            weight = of.get(where, cohort.sizes)
+            w, value = cohort.mean(client, weight=weight, default=state.server)
+            return State(w, state.clients), Metrics(value, {"acc": value})
 
-        def predict(server, row, c):
-            return lambda x, mask: (
-                x["image"]
-                if where == "predict"
-                else predictor(task.model, server)(x, mask)
-            )
-
-        def score(outputs, y, mask, c):
-            return (
-                {"acc": (outputs.sums, mask)}
-                if where == "score"
-                else evaluation.classification(outputs, y, mask, c)
-            )
-
-        def sent(state, cohort, metrics):
-            return traffic.both_ways(
-                cohort, state.servers if where == "traffic" else state.server
-            )
-
-        return Algorithm(init, round, predict, score, sent)
+        return ALGORITHMS["fedavg"](task)._replace(round=round)
 
     return factory
 
@@ -597,21 +532,8 @@ def test_one_number_that_is_not_finite_makes_its_row_so():
 
 
 def everybody(**more):
-    """A cohort of all clients."""
-    given = {
-        "key": jax.random.key(0),
-        "round": jnp.int32(0),
-        "evaluated": jnp.bool(False),
-        "width": 1,
-    }
-    return Cohort(
-        toy.federation(),
-        toy.task(),
-        jnp.arange(toy.N),
-        jnp.ones(toy.N, bool),
-        **given,
-        **more,
-    )
+    """Returns a cohort of all clients."""
+    return toy.cohort(toy.task(), range(toy.N), **more)
 
 
 def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
@@ -623,7 +545,7 @@ def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
 
 
 def test_each_mean_of_a_round_has_noise_of_its_own():
-    noise = lambda key, upload, default: upload + jax.random.normal(key)
+    noise = lambda key, upload, default, client: upload + jax.random.normal(key)
     cohort = everybody(transform=noise)
     one, two = (
         cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0]

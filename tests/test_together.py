@@ -78,21 +78,6 @@ def test_rounds_together_are_the_rounds_one_by_one(method, devices, participatio
             assert_close(a.state, b.state, 1e-5)
 
 
-@pytest.mark.slow  # to rounding it is seen above
-def test_how_many_go_together_is_not_seen(monkeypatch):
-    """Bit for bit: what was interrupted goes on with another number."""
-    program = program_of("ditto", 1, (0.3, 0.7))
-    many = run(program, eval_every=0, state_every=4)
-    monkeypatch.setattr(rounds, "SECONDS", 0.0)
-    single = run(program, eval_every=0, state_every=4)
-    assert [r.round for r in many if r.state is None] == [1, 2, 4, 5, 6]
-    assert all(r.state is not None for r in single)
-    for a, b in zip(many, single, strict=True):
-        toy.assert_same(
-            (a.metrics, a.pre, a.state or b.state), (b.metrics, b.pre, b.state)
-        )
-
-
 @pytest.mark.parametrize(
     "t, eval_every, state_every, count",
     [
@@ -141,16 +126,3 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     assert one.keys() == several.keys() and all(
         len(one[kind]) == len(several[kind]) for kind in one
     )
-
-
-@pytest.mark.slow  # the metrics of Ditto above have it
-def test_of_several_rounds_only_the_first_is_scored():
-    got = run(program_of("fedavg", 1, (1.0, 1.0)), eval_every=3, state_every=100)
-    # 1 and 2 went together, and 3 to 5
-    assert [r.round for r in got if r.state is None] == [1, 3, 4]
-    assert [r.round for r in got[:-1] if np.isfinite(r.metrics.post["acc"]).any()] == [
-        0,
-        3,
-        6,
-        7,
-    ]

@@ -141,7 +141,7 @@ def test_values_and_gradients_are_xlas(shape, kernel, stride, padding):
 
 @pytest.mark.parametrize("form", ["matmul", "xla"])
 def test_values_are_lax_conv_transposes(form):
-    """Of which the kernel is flipped and the padding is that of the dilated
+    """There the kernel is flipped, and the padding is that of the dilated
     convolution: side - 1 - ours."""
     x, w = drawn((2, 3, 4, 5), (4, 4, 5, 3))
     with layers.convolution(form):

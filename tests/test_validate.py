@@ -1,5 +1,4 @@
-"""What a program hands to the library: every wrong call is one sentence, before
-anything is compiled."""
+"""Tests of wrong calls: each raises one sentence before anything is compiled."""
 
 import functools
 
@@ -24,7 +23,6 @@ from fedjax_pfl.types import Model, State, Subset
 NAN, INF = float("nan"), float("inf")
 PARTS = ("train", "val", "test")
 KEYS = jax.random.split(jax.random.key(0), 2)
-SCHEDULE = "let its peak be 1 and scale by it, optax.chain"
 
 
 @functools.cache
@@ -516,8 +514,8 @@ WRONG = [
     ),
     (
         make_program,
-        {"factory": "privacy_pfedc", "hparams": {"encrypt_phi": 1}},
-        "`encrypt_phi` must be True or False, got 1",
+        {"factory": "apfl", "hparams": {"adaptive": 1}},
+        "`adaptive` must be True or False, got 1",
     ),
     *(
         (make_program, {"lr_decay": x}, f"`lr_decay` must be in (0, inf), got {x}")
@@ -638,7 +636,7 @@ WRONG = [
     ),
     (
         transformed,
-        {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)},
+        {"by": lambda key, upload, *_: jax.tree.map(lambda x: x[:1], upload)},
         "fedavg: `transform` must keep the upload",
     ),
     *(
@@ -862,9 +860,7 @@ def test_a_key_whose_draws_depend_on_the_others_is_refused(kind):
         validate.key(jax.random.split(jax.random.key(0, impl=kind)), (2,))
 
 
-@pytest.mark.parametrize(
-    "method, hparams", [("fedphp", {}), ("fedkd", {"svd": True}), ("mocha", {})]
-)
+@pytest.mark.parametrize("method, hparams", [("fedphp", {}), ("mocha", {})])
 def test_a_schedule_over_the_rounds_needs_their_number(method, hparams):
     task = given_task()._replace(rounds=None, shared=net())
     with pytest.raises(
@@ -889,13 +885,6 @@ def test_a_single_participation_and_the_name_of_a_method_are_accepted():
     assert make_program(hparams={"lam": 2}).traced["lam"] == 2.0
 
 
-@pytest.mark.slow  # other tests of rounds see it
-def test_what_is_right_is_not_refused():
-    results = run(rounds=1)
-    assert [r.round for r in results] == [0, 1]
-    assert run(rounds=1, start=1, state=results[-1].state)[0].round == 1
-
-
 @pytest.mark.slow  # one operation after another
 def test_without_compilation_it_is_the_same_run():
     program = simulate.program(
@@ -917,8 +906,8 @@ def test_without_compilation_it_is_the_same_run():
 
 
 def test_another_pool_of_public_examples_is_refused():
-    task, pool = toy.task("linear")._replace(public_classes=3), toy.federation().public
-    program = toy.program(ALGORITHMS["fedmd"], task, {"public_epochs": 0})
+    task, pool = toy.task("linear"), toy.federation().public
+    program = toy.program(ALGORITHMS["fedmd"], task)
     others = {
         "public examples must be float32": (
             None,
@@ -941,18 +930,13 @@ def test_another_pool_of_public_examples_is_refused():
 
 @pytest.mark.slow
 def test_public_examples_may_have_no_labels():
-    """Every y is -1: then nothing can train on labels, and what needs none runs."""
+    """Every y is -1."""
     unlabelled = blobs()._replace(y=np.full(len(blobs().y), -1))
     task, given = (
         simulate.with_public(given_task(), unlabelled),
         federate(blobs(), partitioned(), public=unlabelled),
     )
-    assert task.public_classes == 0 and make_public().public_classes == toy.C
-    with pytest.raises(
-        InputError, match="Training on public examples needs their labels"
-    ):
-        simulate.program("fedmd", task, {"public_epochs": 1})
-    program = toy.program(ALGORITHMS["fedmd"], task, {"public_epochs": 0})
+    program = toy.program(ALGORITHMS["fedmd"], task)
     assert next(simulate.rounds(program, jax.random.key(0), given, rounds=1)).metrics
     wide = unlabelled._replace(x=blobs().x.astype(np.float64))
     pool = federate(blobs(), partitioned(), public=wide).public

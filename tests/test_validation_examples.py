@@ -1,5 +1,4 @@
-"""Validation examples choose: no method trains on them, but FedFomo, whose clients
-choose models by them."""
+"""Validation examples choose: no method trains on them."""
 
 import numpy as np
 import pytest
@@ -9,11 +8,7 @@ from fedjax_pfl.types import Subset
 
 FAST = ("ditto",)
 F = toy.federation()
-METHODS = [
-    name if name in FAST else toy.slow(name)
-    for name in toy.METHODS
-    if name != "fedfomo"
-]
+METHODS = [name if name in FAST else toy.slow(name) for name in toy.METHODS]
 
 
 @pytest.mark.parametrize("method", METHODS)

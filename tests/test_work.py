@@ -1,6 +1,4 @@
-"""What a method's local work costs, counted in its trace."""
-
-import types
+"""Tests of the operations of a method's local work, counted in its trace."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ from flax import nnx
 
 from fedjax_pfl import local_training, models
 from fedjax_pfl.engine import flops
-from fedjax_pfl.engine.flops import parameters
 from fedjax_pfl.models import layers, nets, nnx_model
 
 STEP = models.flops(toy.tiny_mlp, toy.SHAPE, toy.C, 4)  # of the model, batches of 4
@@ -19,8 +16,8 @@ HIDDEN, HEAD = 2 * 4 * 6 * 8, 2 * 4 * 8 * 4  # of its two products, forward
 
 
 def counted(method, *, epochs=2, round=1, **hparams):
-    """Of a step that the settings ask for."""
-    task = toy.method_task(method)._replace(epochs=epochs, public_classes=3)
+    """Returns the operations of one step of the settings."""
+    task = toy.method_task(method)._replace(epochs=epochs)
     return flops.flops_of_step(
         toy.METHODS[method], task, toy.federation(), hparams, round=round
     )
@@ -70,13 +67,6 @@ def test_what_the_server_trains_is_not_the_clients_work():
 
 
 def test_what_precedes_the_first_round_counts_once():
-    later = [counted("fedmd", public_epochs=epochs) for epochs in (0, 2)]
-    first = [counted("fedmd", public_epochs=epochs, round=0) for epochs in (0, 2, 4)]
-    assert (
-        later[0] == later[1] == first[0]
-        and first[2] - first[0] == pytest.approx(2 * (first[1] - first[0]))
-        and first[1] > first[0]
-    )
     warm = [
         counted("mnfl_het", order="code", warmup_epochs=2, round=index)
         for index in (0, 1)
@@ -93,26 +83,6 @@ def test_turns_of_a_loop(turns):
     outs, count = flops._walk(closed.jaxpr, [], given, True)
     assert count == turns * 2 * 2**3
     np.testing.assert_array_equal(outs[0], run(*given))
-
-
-def test_what_a_scan_takes_is_known_whatever_the_version_of_jax_says():
-    """A constant, a carried value and rows: JAX 0.12 no longer counts them."""
-    k, rows = jnp.float32(2), jnp.ones((3, 2))
-    turn = lambda c, x, k: (c * k + x.sum(), (x, c))
-    closed = jax.make_jaxpr(
-        lambda k, c, rows: jax.lax.scan(lambda c, x: turn(c, x, k), c, rows)
-    )(k, k, rows)
-    (eqn,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(eqn).items()
-    unsaid = {
-        name: x
-        for name, x in eqn.params.items()
-        if name not in ("num_consts", "num_carry")
-    }
-    silent = types.SimpleNamespace(
-        primitive=eqn.primitive, params=unsaid, invars=eqn.invars, outvars=eqn.outvars
-    )
-    assert {"num_consts": 1, "num_carry": 1}.items() <= parameters(silent).items()
 
 
 def test_convolutions_of_another_form_count_about_as_much():

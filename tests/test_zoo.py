@@ -290,32 +290,6 @@ def test_padding_changes_nothing_in_shufflenet():
 # -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # a smaller network with dropout is in test_models.py
-def test_alexnet_draws_dropout_in_training_only():
-    net, x = models.model("alexnet", (15, 15, 1), 3), normal(0, 2, 15, 15, 1)
-
-    @jax.jit
-    def runs(x):
-        variables = net.init(KEY)
-        run = lambda train, i: net.features(
-            variables, x, None, train, None if i is None else jax.random.key(i)
-        )[0]
-        drawn = [run(True, i) for i in (1, 1, 2)]
-        return (
-            drawn,
-            [run(False, 1), run(False, None), run(True, None)],
-            step(net, variables, x, None, KEY),
-        )
-
-    (first, again, other), (plain, *same), (logits, _, gradients) = jax.device_get(
-        runs(x)
-    )
-    assert (first == again).all() and (first != other).any()
-    assert all((plain == h).all() for h in same) and (plain != first).any()
-    assert logits.shape == (2, 3) and first.shape == (2, 4096)
-    assert all(np.isfinite(a).all() and a.any() for a in jax.tree.leaves(gradients))
-
-
 # --- the common feature width
 # ------------------------------------------------------------------------------------
 
@@ -335,13 +309,6 @@ def test_adaptive_pooling_is_the_mean_of_each_bin(size, width):
         np.stack(bins, 1),
         1e-6,
     )
-
-
-def test_adaptive_pooling_from_84_to_512_averages_inputs_0_and_1_in_output_6():
-    slope = jax.jit(jax.grad(lambda h: nnx_model.adaptive_average_pool(h, 512)[0, 6]))(
-        np.zeros((1, 84), np.float32)
-    )
-    np.testing.assert_array_equal(slope[0], [0.5, 0.5, *[0] * 82])
 
 
 @pytest.mark.parametrize(
@@ -402,14 +369,6 @@ def test_a_network_of_tokens_can_have_other_features():
 
 # --- CNN-1 to CNN-5 of pFedAFM
 # ------------------------------------------------------------------------------------------
-
-
-def test_all_five_have_the_published_sizes():
-    sizes = [
-        models.num_parameters(models.model(name, CIFAR, 10).init(KEY))
-        for name in nets.AFM
-    ]
-    assert sizes == [2_621_558, 1_815_142, 1_320_558, 1_060_358, 670_058]
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import optax
 import pytest
 from flax import nnx
 
-from fedjax_pfl import models, simulate, testing, traffic
+from fedjax_pfl import models, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
 from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
 from fedjax_pfl.types import (
     Algorithm,
-    Cohort,
     Federation,
     Metrics,
     Model,
@@ -89,6 +89,11 @@ SMALL["feddva"] = {
     "head": "personal",
     "cls": 30.0,
 }
+SMALL["feddbe"] = {"kappa": 2.0}  # the default is for wide features
+SMALL["fedtgp"] = {"lam": 0.1, "server_epochs": 5}
+SMALL["fedgen"] = {"noise": 8, "hidden": 8, "server_steps": 5}
+SMALL["fedl2g"] = {"warmup": 0}
+SMALL["ccvr"] = {"samples": 5}
 METHODS = ALGORITHMS | {
     name: functools.partial(ALGORITHMS[name], **options)
     for name, options in SMALL.items()
@@ -164,9 +169,25 @@ def fitted(method: str, net: str, **options: Any) -> Task:
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given
 
 
+def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
+    """Returns the cohort of a first round; `more` are other fields of Cohort."""
+    ids = jnp.asarray(ids, jnp.int32)
+    here = jnp.broadcast_to(jnp.asarray(active), ids.shape)
+    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1} | more
+    key = jax.random.key(0) if key is None else key
+    return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
+
+
+def one_round(algorithm: Algorithm, key, state: State, cohort: Cohort):
+    """Returns the state of all clients and the metrics after a round of a cohort."""
+    rows = State(state.server, trees.gather(state.clients, cohort.ids))
+    new, metrics = algorithm.round(key, rows, cohort)
+    at = cohort.ids, new.clients, cohort.active
+    return State(new.server, trees.scatter(state.clients, *at)), metrics
+
+
 def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
-    """What a round of this cohort sends by the shapes of its uploads, which tracing it
-    tells; nothing is computed."""
+    """Returns what a round of this cohort sends, by the shapes of its uploads."""
 
     def trace(key) -> State:
         state = algorithm.init(key)
@@ -209,7 +230,7 @@ class Trained:
         return self._steps["evaluate"](*self._args, self.state, jnp.int32(self.rounds))
 
     def outputs(self, examples: int = 4, client: int = 1):
-        """What a client predicts after the last round for the first examples."""
+        """Returns a client's predictions after the last round for the first examples."""
         x = self._args[2].examples.x[:examples]
         return self._steps["predict"](
             *self._args, self.state, jnp.int32(self.rounds), client, x

@@ -16,6 +16,10 @@ from fedjax_pfl.algorithms import feddf, fedem, fedcp
 from fedjax_pfl.algorithms.feddva import feddva
 from fedjax_pfl.algorithms.pfedc import pfedc
 from fedjax_pfl.algorithms import pfedafm
+from fedjax_pfl.algorithms import moon, feddyn, fedlc, fedntd, feddbe, knn_per, fedadmm
+from fedjax_pfl.algorithms import fedgh, fedpac, fedas, fedtgp, pfedsim, fedcac, gpfl
+from fedjax_pfl.algorithms import fedmtl, fedmrl, fedgen, fedpcl, apple, ccvr, fedl2g
+from fedjax_pfl.algorithms import fedsr, fednova
 from fedjax_pfl.algorithms.registry import ALGORITHMS, SEVERAL_ARCHITECTURES, register
 
 __all__ = ["ALGORITHMS", "SEVERAL_ARCHITECTURES", "register"]

@@ -35,16 +35,16 @@ from fedjax_pfl.types import (
 
 
 def others(server: PyTree, id: Array, class_counts: Array) -> Array:
-    """How many other clients sent a prediction of each class in the last round, [C]
-    int32."""
+    """Counts the other clients that sent a prediction of each class in the last
+    round, [C] int32."""
     return server["count"] - (server["took"][id] & (class_counts > 0))
 
 
 def teacher(
     server: PyTree, mine: PyTree, id: Array, class_counts: Array
 ) -> tuple[Array, Array]:
-    """G [C, C], column l the mean prediction of the other clients for class l, and
-    where there is one, [C] bool.
+    """Computes G [C, C], column l the mean prediction of the other clients for class l,
+    and where there is one, [C] bool.
 
     Where nobody else sent one in the last round, it is what the client had received
     before.
@@ -101,7 +101,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
             gap = optax.losses.softmax_cross_entropy(z, table.T[batch.y])
             gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
-            value = losses.cross_entropy(z, batch.y, batch.mask)
+            value = losses.of(task)(z, batch.y, batch.mask)
             return value + gamma * gap, stats
 
         w, value = sgd(c, row["w"], loss=loss)

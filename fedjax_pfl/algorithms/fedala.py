@@ -48,12 +48,12 @@ Loop = tuple[PyTree, Array, Array, Array]
 
 
 def blend(own: PyTree, received: PyTree, weights: PyTree) -> PyTree:
-    """own + (received - own) * weights, scalar by scalar."""
+    """Computes own + (received - own) * weights, scalar by scalar."""
     return jax.tree.map(lambda w, g, a: w + (g - w) * a, own, received, weights)
 
 
 def mean_of(weights: PyTree) -> Array:
-    """The mean over all scalars, []."""
+    """Returns the mean over all scalars, []."""
     total = sum(
         (jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(weights)),
         jnp.float32(0),
@@ -62,8 +62,8 @@ def mean_of(weights: PyTree) -> Array:
 
 
 def subset(key: Array, data: Data, percent: Numeric) -> Data:
-    """A stretch of `percent` % of a client's rows, at least one, from a random row in
-    its list."""
+    """Returns a stretch of `percent` % of a client's rows, at least one, from a
+    random row in its list."""
     size = jnp.minimum(
         jnp.maximum(jnp.floor(percent * data.size / 100).astype(jnp.int32), 1),
         data.size,
@@ -92,7 +92,7 @@ def learn(
       (weights, the number of epochs []); none without data.
     """
 
-    def batch(carry: PyTree, batch: Batch) -> PyTree:
+    def batch(carry, batch):
         weights, _, count = carry
         value, slope = jax.value_and_grad(loss)(
             weights, batch, jax.random.fold_in(key, count)
@@ -100,14 +100,14 @@ def learn(
         moved = jax.tree.map(lambda a, g: jnp.clip(a - lr * g, 0, 1), weights, slope)
         return optax.tree.cast_like(moved, weights), value, count + 1
 
-    def epoch(loop: Loop) -> Loop:
+    def epoch(loop):
         weights, recent, epochs, count = loop
         weights, last, count = local_training.fold(
             data, batch, (weights, jnp.float32(0), count), task.batch_size
         )
         return weights, jnp.roll(recent, -1).at[-1].set(last), epochs + 1, count
 
-    def goes_on(loop: Loop) -> Array:
+    def goes_on(loop):
         _, recent, epochs, _ = loop
         steady: Array = (epochs > patience.window) & (
             jnp.std(recent) < patience.threshold
@@ -160,7 +160,7 @@ def fedala(
       ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
-    loss, split = losses.classification(task.model), averaging.split(task)
+    loss, split = losses.classification(task.model, task), averaging.split(task)
     sgd, patience = local_training.bind(task), Patience(window, threshold, cap)
     mask = trees.parts(task.model.bn_mask, BLENDED[blended])
 

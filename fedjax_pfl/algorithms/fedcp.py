@@ -90,8 +90,8 @@ class Policy(nnx.Module):
 def policy_network(
     task: Task, depth: int = 1, norm: str = "layer", activation: str = "relu"
 ) -> Network:
-    """The conditional policy network for K = `task.model.num_features` as pure
-    functions."""
+    """Returns the conditional policy network for K = `task.model.num_features` as
+    pure functions."""
     features = task.model.num_features
     return models.network(
         lambda rngs: Policy(features, depth, norm, activation, rngs),
@@ -100,8 +100,8 @@ def policy_network(
 
 
 def client_vector(head: PyTree) -> Array:
-    """v_i / ||v_i|| [K]: the sum over the classes of a linear head's weights (kernel
-    [K, C]), without the bias."""
+    """Computes v_i / ||v_i|| [K]: the sum over the classes of a linear head's
+    weights (kernel [K, C]), without the bias."""
     return _unit(jnp.sum(head["kernel"], axis=1))
 
 
@@ -110,8 +110,8 @@ def _unit(v: Array) -> Array:
 
 
 def gate(a: Array, key: Array | None = None) -> tuple[Array, Array]:
-    """r and s, both [B, K], of the policy's outputs a [B, 2K] (Eq. 4); with a key,
-    Gumbel-softmax of temperature 1.
+    """Computes r and s, both [B, K], of the policy's outputs a [B, 2K] (Eq. 4); with a
+    key, Gumbel-softmax of temperature 1.
 
     A softmax over two entries is a sigmoid of their difference, and two Gumbel
     variables differ by a logistic one.
@@ -206,7 +206,7 @@ def objective(
 
     def loss(variables, batch, key):
         out, h, s, stats = apply(variables, frozen, batch.x, batch.mask, True, key)
-        value = losses.cross_entropy(out, batch.y, batch.mask)
+        value = losses.of(task)(out, batch.y, batch.mask)
         if lam is not None:
             w = {"body": frozen.body, "stats": variables["stats"]["model"]}
             # The same key: both extractors drop the same features.

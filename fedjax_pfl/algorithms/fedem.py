@@ -31,10 +31,10 @@ TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
 
 
 def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
-    """The cross entropy of every row under every component, in evaluation mode, [B,
-    M]."""
+    """Returns the cross entropy of every row under every component, in evaluation
+    mode, [B, M]."""
 
-    def one(theta: PyTree) -> Array:
+    def one(theta):
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
         return row_loss(logits, batch.y)
 
@@ -42,21 +42,21 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
 
 def responsibilities(pi: Array, loss: Array) -> Array:
-    """How likely each component made each row: q [B, M] proportional to pi exp(-loss),
-    of pi [M] and loss [B, M]."""
+    """Computes the probability of each component for each row: q [B, M] proportional
+    to pi exp(-loss), of pi [M] and loss [B, M]."""
     return jax.nn.softmax(jnp.log(jnp.maximum(pi, TINY))[None] - loss, axis=1)
 
 
 def e_step(
     task: Task, components: PyTree, pi: Array, data: Data
 ) -> tuple[Array, Array]:
-    """The responsibilities of a client's rows [length, M], and its new mixing weights
-    [M], their mean."""
+    """Returns the responsibilities of a client's rows [length, M], and its new
+    mixing weights [M], their mean."""
     shape = (data.index.shape[0], len(pi))
     # small enough that a short client is not padded many times
     batch_size = evaluation.batch_size(task.sizes.max() / 4)
 
-    def summed(batch: Batch) -> tuple[Array, Array]:
+    def summed(batch):
         q = responsibilities(pi, losses_of_rows(task, components, batch))
         q = jnp.where(batch.mask[:, None], q, 0)
         return jnp.zeros(shape, q.dtype).at[batch.row].add(q), jnp.sum(q, axis=0)
@@ -66,9 +66,9 @@ def e_step(
 
 
 def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
-    """The logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
+    """Returns the logarithm of sum_m pi(m) softmax(h_m(x)), which serves as logits."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         log_p = jax.lax.map(
             lambda theta: jax.nn.log_softmax(
                 averaging.predictor(task.model, theta)(x, mask)
@@ -87,15 +87,12 @@ def fedem(
     task: Task,
     *,
     components: Annotated[int, Interval(ge=1, le=100)] = 3,
-    refit: Annotated[int, Interval(ge=0, le=1000)] = 0,
 ) -> Algorithm:
     """Trains M models on all examples, each weighted by how likely the model made it,
     and averages them as FedAvg does.
 
     Args:
       components: models that the clients share (M) in [1, 100]; 3 as in the paper.
-      refit: E-steps in [0, 1000] before a prediction, which find the weights of a
-        client that has never trained.
 
     Note:
       The components begin differently, the first as FedAvg's model; all see the same
@@ -135,9 +132,7 @@ def fedem(
 
     def predict(server, row, c):
         theta = split.receive(server, row["own"])
-        again = lambda _, pi: e_step(task, theta, pi, c.train)[1]
-        pi = jax.lax.fori_loop(0, refit, again, row["pi"])
-        return mixture(task, theta, pi)
+        return mixture(task, theta, row["pi"])
 
     averages = averaging.BODY_AND_HEAD
     return averaging.from_client(init, client, predict, averages=averages)

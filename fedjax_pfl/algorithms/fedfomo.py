@@ -5,7 +5,6 @@ Reference: Zhang et al., Personalized federated learning with first order model
 optimization (ICLR 2021), Eq. 4-6.
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -16,17 +15,12 @@ from chex import Numeric
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
-    Client,
-    Cohort,
     Data,
     Metrics,
     Model,
-    Predictor,
     PyTree,
     State,
     Task,
@@ -44,82 +38,60 @@ def select(
     received: int,
     epsilon: Numeric,
 ) -> Array:
-    """The models [M] that the server sends to client `id`: its own, then those it has
-    the largest affinity to.
+    """Selects the models [M] that the server sends to client `id`: its own, then those
+    it has the largest affinity to.
 
     Ties are broken at random. With probability epsilon, each rank after the first goes
     to a random model instead.
 
     Args:
       affinity: the client's row of Q [N].
-      known: [N] bool, uploaded; where fewer than M are, the others stand last.
+      known: [N] bool, uploaded; where fewer than M are, the others come last.
     """
-    key_tie, key_draw, key_explore = (jax.random.fold_in(key, i) for i in range(3))
-    tie, draw = (
-        jax.random.bits(k, affinity.shape, jnp.uint32) for k in (key_tie, key_draw)
-    )
+    keys_of = [jax.random.fold_in(key, i) for i in range(3)]
+    tie, draw = (jax.random.bits(k, affinity.shape, jnp.uint32) for k in keys_of[:2])
     cost = jnp.where(known, -affinity, jnp.inf)
-    rank = jnp.argsort(
-        jnp.lexsort((tie, jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost)))
-    )
-    greedy = received - jnp.sum(
-        jax.random.uniform(key_explore, (received - 1,), jnp.float32) < epsilon
-    )
-    # behind the greedy ones `draw` decides, the unknown last
+    cost = jnp.where(jnp.arange(len(known)) == id, -jnp.inf, cost)
+    rank = jnp.argsort(jnp.lexsort((tie, cost)))
+    explore = jax.random.uniform(keys_of[2], (received - 1,), jnp.float32) < epsilon
+    greedy = received - jnp.sum(explore)
+    # After the greedy ranks `draw` decides, the unknown last.
     order = jnp.where(rank < greedy, rank, len(known))
     return jnp.lexsort((draw, ~known, order))[:received]
 
 
 def benefit(loss: Array, base_loss: Array, w: PyTree, base: PyTree) -> Array:
-    """How much lower the validation loss is at w than at `base`, per unit of distance
-    between their parameters, []."""
+    """Computes how much lower the validation loss is at w than at `base`, per unit of
+    distance between their parameters, []."""
     distance = jnp.sqrt(trees.sq_dist(params(w), params(base)))
     return (base_loss - loss) / (distance + TINY)
 
 
 def mixing(benefits: Array) -> Array:
-    """The weights of the models [M]: the positive benefits, normalised; all zero where
-    none is positive."""
+    """Returns the weights of the models [M]: the positive benefits, normalised; all
+    zero where none is positive."""
     positive = jnp.maximum(benefits, 0)
     total = jnp.sum(positive)
     return positive / jnp.where(total > 0, total, 1)
 
 
-def splits(c: Client, val: Numeric) -> tuple[Data, Data]:
-    """Returns the training and validation examples of a client: its own validation
-    examples if
-    it has any, else a holdout."""
-    rest, held = local_training.holdout(c.train, val)
-    given, length = c.val.size > 0, max(c.val.index.shape[0], held.index.shape[0])
-    pad: Callable[[Array], Array] = lambda index: jnp.pad(
-        index, (0, length - index.shape[0])
-    )
-    index = jnp.where(given, pad(c.val.index), pad(held.index))
-    held = held._replace(index=index, size=jnp.where(given, c.val.size, held.size))
-    return rest._replace(size=jnp.where(given, c.train.size, rest.size)), held
+def mean_loss(
+    model: Model,
+    variables: PyTree,
+    data: Data,
+    batch_size: int,
+    of: losses.Loss = losses.cross_entropy,
+) -> Array:
+    """Computes the mean loss [] of a model over all rows of the data; 0
+    without any."""
 
-
-def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> Array:
-    """The mean cross entropy [] of a model over all rows of the data; 0 without any."""
-
-    def loss(batch: Batch) -> Array:
+    def loss(batch):
         logits = predictor(model, variables)(batch.x, batch.mask)
-        return losses.cross_entropy(logits, batch.y, batch.mask)
+        value = of(logits, batch.y, batch.mask)
+        return jnp.sum(batch.mask) * value
 
-    return evaluation.mean(data, loss, batch_size)
-
-
-def check_room(task: Task, received: int) -> None:
-    """Raises InputError if the models that a client receives in a round have more
-    parameters than an int32 counts."""
-    whole, _ = jax.eval_shape(
-        lambda key: averaging.split(task).send(task.model.init(key)), jax.random.key(0)
-    )
-    if received * trees.size(whole) >= 2**31:
-        raise InputError(
-            f"fedfomo: received={received} models have 2^31 parameters or more: take "
-            "fewer."
-        )
+    total = local_training.sweep(data, loss, batch_size)
+    return total / jnp.maximum(data.size, 1)
 
 
 @register("fedfomo")
@@ -149,8 +121,7 @@ def fedfomo(
       model. So does a client for which no benefit is positive: it goes on from its own
       trained model. A client that takes no step (with `drop_last`, one without a whole
       batch besides its holdout) uploads nothing, and is scored by the model it had.
-      Validation examples of the federation, where a client has them, take the holdout's
-      order. The candidates are the last
+      The candidates are the last
       uploads of all clients so far, as in PFLlib, where a client receives no more of
       them than the last round had (the authors' code: of those of the last round). The
       distance is Euclidean over the parameters, the server adds the raw benefits to the
@@ -159,125 +130,86 @@ def fedfomo(
       `mixed_acc` at `post` is of the mixture, before training. `own_weight` is the
       share of the own model in it. Running statistics are mixed, or stay.
     """
-    loss, split, n = (
-        losses.classification(task.model),
-        averaging.split(task),
-        task.num_clients,
-    )
+    split, sgd, n = averaging.split(task), local_training.bind(task), task.num_clients
     received = min(received, n)
-    check_room(task, received)
     # small enough that a usual holdout is not padded many times
     batch_size = evaluation.batch_size(task.sizes.max() / 5)
 
-    def init(key: Array) -> State:
+    def init(key):
         shared, own = split.send(task.model.init(key))
-        server = {
-            "models": trees.replicate(shared, n),
-            "known": jnp.zeros(n, bool),
-            "affinity": jnp.eye(n),
-        }
+        models, known = trees.replicate(shared, n), jnp.zeros(n, bool)
+        server = {"models": models, "known": known, "affinity": jnp.eye(n)}
         return State(server, trees.replicate({"start": shared, "own": own}, n))
 
-    def download(c: Client, server: PyTree, t: Array) -> tuple[Array, Array]:
-        """The ids of the models a client receives [M], and whether they are there."""
-        chance = jnp.maximum(epsilon - epsilon_decay * t, 0)
-        affinity = server["affinity"][c.id]
-        ids = select(
-            keys.fold(c.key, keys.Client.SELECT),
-            affinity,
-            server["known"],
-            c.id,
-            received,
-            chance,
-        )
-        return ids, server["known"][ids]
-
-    def mix(
-        models: PyTree, ids: Array, there: Array, mine: PyTree, c: Client, held: Data
-    ) -> tuple[PyTree, Array]:
-        """The mixture, and the benefits [M]. One model is taken from the store at a
-        time."""
+    def mix(models, ids, there, mine, c, held):
+        # The mixture, and the benefits [M]; one model of the table at a time.
         base = split.receive(mine["start"], mine["own"])
-        base_loss = mean_loss(task.model, base, held, batch_size)
+        kind = losses.of(task)
+        base_loss = mean_loss(task.model, base, held, batch_size, kind)
 
-        def one(j: Array) -> Array:
+        def one(j):
             w = split.receive(trees.gather(models, j), mine["own"])
-            return benefit(
-                mean_loss(task.model, w, held, batch_size), base_loss, w, base
-            )
+            value = mean_loss(task.model, w, held, batch_size, kind)
+            return benefit(value, base_loss, w, base)
 
         benefits = jnp.where(there, jax.lax.map(one, ids), 0)
         weights = mixing(benefits)
 
-        def add(m: Array, total: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda x, store: x + (weights[m] * store[ids[m]]).astype(x.dtype),
-                total,
-                models,
-            )
+        def add(m, total):
+            def plus(x, table):
+                return x + (weights[m] * table[ids[m]]).astype(x.dtype)
+
+            return jax.tree.map(plus, total, models)
 
         current = trees.gather(models, c.id)
-        mixed = jax.lax.fori_loop(
-            0, received, add, jax.tree.map(jnp.zeros_like, current)
-        )
+        nothing = jax.tree.map(jnp.zeros_like, current)
+        mixed = jax.lax.fori_loop(0, received, add, nothing)
         return trees.choose(jnp.sum(weights) > 0, mixed, current), benefits
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+    def round(key, state, cohort):
         server = state.server
 
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
-            rest, held = splits(c, val)
-            # the client receives the models it has the largest affinity to, and mixes
-            # them by their benefits (Eq. 4-6)
-            ids, there = download(c, server, cohort.round)
+        def client(c, mine):
+            rest, held = local_training.holdout(c.train, val)
+            # The client receives the models it has the largest affinity to, and mixes
+            # them by their benefits (Eq. 4-6).
+            affinity, known = server["affinity"][c.id], server["known"]
+            chance = jnp.maximum(epsilon - epsilon_decay * cohort.round, 0)
+            draw = keys.fold(c.key, keys.Client.SELECT)
+            ids = select(draw, affinity, known, c.id, received, chance)
+            there = known[ids]
             mixed, benefits = mix(server["models"], ids, there, mine, c, held)
+            # It trains the mixture, the base of the next round's benefits.
             before = split.receive(mixed, mine["own"])
-            # it trains the mixture, the base of the next round's benefits
-            w, value = local_training.sgd(c.key, rest, loss, before, task)
-            post = evaluation.post(cohort, c, predictor(task.model, w))
-            post |= {
-                f"mixed_{k}": x
-                for k, x in evaluation.post(
-                    cohort, c, predictor(task.model, before)
-                ).items()
-            }
-            # it sends its model and the benefits, which the server adds to its
-            # affinities
-            shared, own = split.send(w)
-            more = {
-                "received": jnp.sum(there),
-                "own_weight": 1 - jnp.sum(mixing(benefits)[1:]),
-            }
-            affinity = server["affinity"][c.id].at[ids].add(benefits)
-            return (
-                shared,
-                {"start": mixed, "own": own},
-                affinity,
-                local_training.learns(rest.size, task),
-                value,
-                post,
-                more,
+            w, value = sgd(c, before, data=rest)
+            post, of_mixture = (
+                evaluation.post(cohort, c, predictor(task.model, x))
+                for x in (w, before)
             )
+            post |= {f"mixed_{k}": x for k, x in of_mixture.items()}
+            # It sends its model and the benefits, which the server adds to its
+            # affinities.
+            shared, own = split.send(w)
+            own_weight = 1 - jnp.sum(mixing(benefits)[1:])
+            seen = {"received": jnp.sum(there), "own_weight": own_weight}
+            learned = local_training.learns(rest.size, task)
+            row, affinity = {"start": mixed, "own": own}, affinity.at[ids].add(benefits)
+            return shared, row, affinity, learned, value, post, seen
 
-        w, mine, affinity, learned, value, post, more = cohort.map(
-            client, state.clients
-        )
-        uploads = {
-            "models": w,
-            "known": jnp.ones(len(cohort.ids), bool),
-            "affinity": affinity,
-        }
-        learned &= cohort.active  # who has nothing to train on has nothing to offer
-        return State(
-            trees.scatter(server, cohort.ids, uploads, learned), mine
-        ), Metrics(value, post, more)
+        results = cohort.map(client, state.clients)
+        w, rows, affinity, learned, value, post, seen = results
+        known = jnp.ones(len(cohort.ids), bool)
+        uploads = {"models": w, "known": known, "affinity": affinity}
+        # Clients without training examples have nothing to offer.
+        here = learned & cohort.active
+        server = trees.scatter(server, cohort.ids, uploads, here)
+        return State(server, rows), Metrics(value, post, seen)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
-        return predictor(
-            task.model, split.receive(trees.gather(server["models"], c.id), mine["own"])
-        )
+    def predict(server, mine, c):
+        w = split.receive(trees.gather(server["models"], c.id), mine["own"])
+        return predictor(task.model, w)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    def sent(state, cohort, metrics):
         size = trees.size(state.server["models"]) // n
         active = cohort.active.astype(jnp.int32)
         count = metrics.clients["received"].astype(jnp.int32) * active

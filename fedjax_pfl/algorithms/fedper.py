@@ -10,32 +10,12 @@ FedBABU: toward enhanced representation for federated image classification (ICLR
 
 from typing import Annotated, Literal
 
-import jax
-from absl import logging
 from annotated_types import Interval
 
 from fedjax_pfl import keys
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.averaging import (
-    FINE_TUNED,
-    Path,
-    Phase,
-    partial_averaging,
-    split,
-    split_layers,
-)
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.nnx_model import layer_order
-from fedjax_pfl.types import Algorithm, Model, Task
-
-
-def _warn_without_body(task: Task) -> None:
-    if not jax.tree.leaves(task.model.bn_mask["body"]):
-        what = (
-            "this model is a head without a body, and FedPer, FedRep and FedBABU share "
-            "the body: nothing is averaged."
-        )
-        logging.log_first_n(logging.WARNING, what, 1)
+from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
+from fedjax_pfl.types import Algorithm, Task
 
 
 @register("fedper")
@@ -47,7 +27,6 @@ def fedper(task: Task) -> Algorithm:
       The paper's personal layers before the last one are not built; see `lg_fedavg` for
       the mirror.
     """
-    _warn_without_body(task)
     return partial_averaging(task, split(task, ("head",)))
 
 
@@ -70,7 +49,6 @@ def fedrep(
       training of the head alone, after all rounds as in the authors' code, is not
       built.
     """
-    _warn_without_body(task)
     head = (
         (Phase(("head",), head_epochs, keys.Client.HEAD_PHASE),) if head_epochs else ()
     )
@@ -79,47 +57,17 @@ def fedrep(
 
 
 @register("lg_fedavg", several_architectures=True)
-def lg_fedavg(
-    task: Task,
-    *,
-    shared: Literal["head", "upper", "conv", "conv1+head"] = "head",
-    upper_layers: Annotated[int, Interval(ge=0, le=10_000)] = 3,
-) -> Algorithm:
-    """The mirror of FedPer: shares the upper layers and keeps the others personal; all
-    are trained together.
-
-    Args:
-      shared: what is averaged, one of head (the last layer), upper (the last layers,
-        the paper), conv (the convolutions, the authors' code on CIFAR), conv1+head (the
-        first convolution and the last layer).
-      upper_layers: of `shared=upper`, in [0, 10000]; 3 as in the authors' code on
-        MNIST; 0 is Local, all FedAvg.
+def lg_fedavg(task: Task) -> Algorithm:
+    """The mirror of FedPer: shares the head and keeps the body personal; both are
+    trained together.
 
     Note:
-      Weighted by training examples, where the authors' code averages uniformly, and
-      without their FedAvg warm start. What is shared must have the same shape in every
-      architecture. A batch norm goes with the layer before it.
+      The paper also shares further upper layers, and its code on CIFAR the
+      convolutions. Weighted by training examples, where the authors' code averages
+      uniformly, and without their FedAvg warm start. All architectures must have the
+      same feature width.
     """
-    if shared == "head":
-        return partial_averaging(task, split(task, ("body",)))
-
-    def chosen(model: Model) -> list[Path]:
-        found = layer_order(model, task.prepared)
-        convs = [
-            layer
-            for layer in found
-            if any(len(shape) == 4 for shape in next(iter(layer.values())))
-        ]
-        if shared != "upper" and not convs:
-            raise InputError(
-                f"shared={shared} needs networks with convolutions, and one has none: "
-                "take shared=head."
-            )
-        parts = {"upper": found[max(len(found) - upper_layers, 0) :], "conv": convs}
-        parts["conv1+head"] = [*convs[:1], found[-1]]
-        return [path for layer in parts[shared] for path in layer]
-
-    return partial_averaging(task, split_layers(task, chosen))
+    return partial_averaging(task, split(task, ("body",)))
 
 
 @register("fedbabu")
@@ -142,7 +90,6 @@ def fedbabu(
       received; `post` scores are of the trained body. The last two are under a head
       that nobody trained, and say little.
     """
-    _warn_without_body(task)
     parts = FINE_TUNED[fine_tune]
     return partial_averaging(
         task,

@@ -5,9 +5,8 @@ Reference: Li et al., FedPHP: federated personalization with inherited private m
 (ECML PKDD 2021), Algorithm 1.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 from chex import Numeric
@@ -17,8 +16,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import Algorithm, Array, PyTree, Task, Update
 
-TEMPERATURE = 4.0  # of the teacher in distillation, as in the authors' code
-
 
 def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
     """Returns the weight mu [] of the old h_i after `count` [] participations, which
@@ -26,27 +23,17 @@ def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
     return mu0 * jnp.minimum(1, count / max(1.0, expected))
 
 
-def transfer_loss(
-    task: Task, teacher: PyTree, lam: Numeric, regularizer: str
-) -> local_training.Loss:
-    """Returns the loss (1 - lam) cross entropy + lam R(w, teacher).
-
-    Args:
-      regularizer: mmd (of the features), kd (the teacher's softened predictions).
-    """
+def transfer_loss(task: Task, teacher: PyTree, lam: Numeric) -> local_training.Loss:
+    """Returns the loss (1 - lam) cross entropy + lam MMD between the features of w and
+    of the teacher."""
     model = task.model
 
     def loss(w, batch, key):
         h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
         taught, _ = model.features(teacher, batch.x, mask=batch.mask, train=False)
         z = model.head(w["head"], h)
-        if regularizer == "mmd":
-            r = losses.mmd(h, taught, batch.mask)
-        else:
-            p = jax.nn.softmax(model.head(teacher["head"], taught) / TEMPERATURE)
-            r = -jnp.sum(p * jax.nn.log_softmax(z), axis=1)
-            r = losses.masked_mean(r, batch.mask)
-        return (1 - lam) * losses.cross_entropy(z, batch.y, batch.mask) + lam * r, stats
+        r = losses.mmd(h, taught, batch.mask)
+        return (1 - lam) * losses.of(task)(z, batch.y, batch.mask) + lam * r, stats
 
     return loss
 
@@ -57,7 +44,6 @@ def fedphp(
     *,
     lam: Annotated[float, Interval(ge=0, le=1)] = 0.01,
     mu0: Annotated[float, Interval(ge=0, le=1)] = 0.9,
-    regularizer: Literal["mmd", "kd"] = "mmd",
 ) -> Algorithm:
     """Trains the received model with h_i as its teacher, then moves h_i to mu h_i + (1
     - mu) w_i.
@@ -66,13 +52,13 @@ def fedphp(
       lam: weight of the teacher (λ) in [0, 1]; 0.01 as PFLlib's maintainer advises,
         0.05 to 0.1 in the authors' code.
       mu0: the largest weight (μ) of the old h_i in [0, 1]; 0.9 as in the paper.
-      regularizer: the target of w, one of mmd (features), kd (predictions).
 
     Note:
       mu = mu0 min(1, z_i / (expected participations in all rounds)), z_i the
       participations before this round, as in the authors' code (PFLlib: mu0 t / T). The
       first h_i is w_i. A client that takes no step (with `drop_last`, one without a
-      whole batch) keeps its h_i and its count. The MMD has PFLlib's fixed bandwidths
+      whole batch) keeps its h_i and its count. The paper's variant that distils the
+      predictions of h_i is not built. The MMD has PFLlib's fixed bandwidths
       (`losses.mmd`); the authors scale theirs by the batch's mean distance, and clip
       gradients (`--clip`).
       The teacher uses its running statistics, which are averaged as its parameters are.
@@ -88,7 +74,7 @@ def fedphp(
 
     def client(c, server, row):
         w = split.receive(server, row["own"])
-        w, value = sgd(c, w, loss=transfer_loss(task, row["h"], lam, regularizer))
+        w, value = sgd(c, w, loss=transfer_loss(task, row["h"], lam))
         h = trees.lerp(momentum(row["count"], mu0, expected), row["h"], w)
         # Without a step w is the received model.
         learned = local_training.count(c.train, task) > 0

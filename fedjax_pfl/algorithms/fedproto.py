@@ -6,7 +6,7 @@ clients (AAAI 2022), Algorithm 1.
 """
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
-    Array,
     Model,
     Own,
     Predictor,
@@ -39,7 +38,7 @@ def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
     """Returns logits [B, C, 2]: the head's, and <h, P_l> - |P_l|^2 / 2, largest for the
     known prototype nearest to h."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         h, _ = model.features(w, x, mask=mask, train=False)
         near = jnp.dot(h, server["proto"], precision=jax.lax.Precision.HIGHEST)
         near = near - jnp.sum(server["proto"] ** 2, axis=0)[None] / 2
@@ -50,30 +49,23 @@ def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
 
 
 @register("fedproto", several_architectures=True)
-def fedproto(
-    task: Task,
-    *,
-    lam: Annotated[float, Ge(0)] = 1.0,
-    collect: Literal["after", "during"] = "after",
-) -> Algorithm:
+def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     """Trains each client's own model; the features of an example are drawn to the
     global prototype of its class.
 
     Args:
       lam: weight of the distance to the prototypes (λ) in [0, inf); 1 as in the
         authors' code.
-      collect: when a client takes the mean features of its classes, one of after (by
-        one more pass, of the trained model), during (over the batches of local
-        training: HtFLlib, and for one epoch the authors' code).
 
     Note:
       The distance is the authors' code's: squared, per example, a mean over batch and
-      features. A prototype is the plain mean over the clients that have the class, as
-      in the authors' code. A class that no client holds keeps its prototype; with
-      collect=during also one that no batch had (`classes_sent` counts what a client had
-      in its batches). `acc` scores the head, and `proto_acc` the nearest prototype
-      received, class 0 before the first. All architectures must have the same feature
-      width. The loss includes the distance's term.
+      features. A client's prototypes are mean features of its trained model, from one
+      more pass over its examples; HtFLlib takes the features seen during training. A
+      prototype is the plain mean over the clients that have the class, as in the
+      authors' code. A class that no client has keeps its prototype. `acc` scores the
+      head, and `proto_acc` the nearest prototype received, class 0 before the first.
+      All architectures must have the same feature width. The loss includes the
+      distance's term.
     """
     widths, classes = sorted({m.num_features for m in task.models}), task.num_classes
     if len(widths) > 1:
@@ -81,8 +73,7 @@ def fedproto(
             f"FedProto needs one feature width K in all architectures, not {widths}: "
             "set it to one value (--features)."
         )
-    batch_size, during = evaluation.pass_size(task.sizes), collect == "during"
-    sgd = local_training.bind(task)
+    sgd, batch_size = local_training.bind(task), evaluation.pass_size(task.sizes)
 
     def init(key):
         proto, known = jnp.zeros((widths[0], classes)), jnp.zeros(classes, bool)
@@ -90,45 +81,26 @@ def fedproto(
         return State({"proto": proto, "known": known}, rows)
 
     def client(c, server, w):
-        proto, known = server["proto"], server["known"]  # [K, C], [C]
-
+        # Labels, and the distance to the prototypes [K, C] of known classes [C].
         def loss(w, batch, key):
-            h, stats = c.model.features(
-                w, batch.x, mask=batch.mask, train=True, key=key
-            )
-            z = c.model.head(w["head"], h)
-            gap = jnp.mean((h - proto.T[batch.y]) ** 2, axis=1)
-            gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
-            value = losses.cross_entropy(z, batch.y, batch.mask)
-            h = jax.lax.stop_gradient(h)
-            seen = local_training.class_sums(h, batch, classes) if during else ()
-            return value + lam * gap, stats, seen
+            x, proto = batch.x, server["proto"].T[batch.y]
+            h, stats = c.model.features(w, x, mask=batch.mask, train=True, key=key)
+            value = losses.of(task)(c.model.head(w["head"], h), batch.y, batch.mask)
+            gap = jnp.mean((h - proto) ** 2, axis=1)
+            gap = jnp.where(server["known"][batch.y], gap, 0)
+            return value + lam * losses.masked_mean(gap, batch.mask), stats
 
+        w, value = sgd(c, w, loss=loss)
+
+        # The mean features of each class, by the trained model.
         def features(batch):
             return c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
 
-        w, (value, seen) = sgd(c, w, loss=loss, has_aux=True)
-        upload: PyTree
-        more: dict[str, Array] = {}
-        if during:  # `seen` are means over the steps
-            total, count = (x * local_training.count(c.train, task) for x in seen)
-            has = (count > 0).astype(jnp.float32)
-            upload = {"proto": total / jnp.maximum(count, 1)[None], "has": has}
-            more = {"classes_sent": jnp.sum(count > 0)}
-        else:
-            upload = local_training.class_means(c.train, features, classes, batch_size)
-        return Update(upload, Own(w), predictor(c.model, w, server), value, more)
-
-    def default(server):
-        zeros = {"proto": jnp.zeros_like(server["proto"]), "has": jnp.zeros(classes)}
-        return zeros if during else server["proto"]
+        upload = local_training.class_means(c.train, features, classes, batch_size)
+        return Update(upload, Own(w), predictor(c.model, w, server), value)
 
     def server_update(server, mean, cohort):
-        # The mean over the clients that have the class.
         has = jnp.any(cohort.class_counts > 0, axis=0)
-        if during:
-            has, share = mean["has"] > 0, jnp.where(mean["has"] > 0, mean["has"], 1)
-            mean = jnp.where(has[None], mean["proto"] / share[None], server["proto"])
         return {"proto": mean, "known": server["known"] | has}
 
     def predict(server, w, c):
@@ -136,10 +108,8 @@ def fedproto(
 
     def sent(state, cohort, metrics):
         own = jnp.sum(cohort.class_counts > 0, axis=1)
-        if during:
-            own = metrics.clients["classes_sent"]
         down = jnp.full_like(own, widths[0]) * jnp.sum(state.server["known"])
-        # which classes
+        # The integers name the classes.
         return traffic.both_ways(cohort, down, widths[0] * own)._replace(ints=own)
 
     return averaging.from_client(
@@ -147,8 +117,8 @@ def fedproto(
         client,
         predict,
         score=functools.partial(averaging.score_paired, names=("proto",)),
-        weight=lambda cohort: None if during else cohort.class_counts > 0,
-        default=default,
+        weight=lambda cohort: cohort.class_counts > 0,
+        default=lambda server: server["proto"],
         server_update=server_update,
         traffic=sent,
     )

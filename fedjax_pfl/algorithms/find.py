@@ -10,7 +10,7 @@ from fedjax_pfl.types import Algorithm
 
 
 def find(name: str) -> Callable[..., Algorithm]:
-    """The factory of a method.
+    """Returns the factory of a method.
 
     Args:
       name: in ALGORITHMS, or FILE.py:FACTORY, or package.module:FACTORY.

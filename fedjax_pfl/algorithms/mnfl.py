@@ -18,7 +18,6 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Idle,
     Metrics,
     PyTree,
     State,
@@ -29,8 +28,8 @@ EXACT = jax.lax.Precision.HIGHEST  # models are mixed in float32 on every device
 
 
 def mix(row: Array, models: PyTree) -> PyTree:
-    """sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types of the
-    models."""
+    """Computes sum_m row[m] models[m], of row [N] and leaves [N, ...], in the types
+    of the models."""
     return optax.tree.cast_like(
         jax.tree.map(lambda w: jnp.tensordot(row, w, 1, precision=EXACT), models),
         models,
@@ -38,11 +37,11 @@ def mix(row: Array, models: PyTree) -> PyTree:
 
 
 def gradient(row: Array, w: PyTree, models: PyTree) -> Array:
-    """The gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with respect to the
-    row."""
+    """Returns the gradient [N] of ||mix(row, models) - w||^2 / (2 ||w||^2) with
+    respect to the row."""
     residual = jax.tree.map(jnp.subtract, mix(row, models), w)
 
-    def products(m: Array, r: Array) -> Array:
+    def products(m, r):
         return jnp.dot(
             m.reshape(m.shape[0], -1), r.reshape(-1), precision=EXACT
         ).astype(row.dtype)
@@ -87,13 +86,12 @@ def mnfl(
       mixed as the models are, and do not count in the loss. With public examples and
       several architectures it is mnfl_het.
 
-      At the defaults the coefficients stay at 1/N, as their gradient is weighted by a
-      client's share of all examples, so that with everybody in every round this is
-      FedAvg of uniform weights, and a run that ends so says it. The model of a client
-      that did not take part counts as it is, which before its first round is the start.
-      With lam=N, rho=0 and coef_lr from 1 to 100 the coefficients move, nearer to Local
-      (experiments/README.md, "MNFL's coefficients"). A client predicts with the model
-      of its last local training: `pre` is to be compared with FedAvg's `post`.
+      At the defaults the coefficients stay near 1/N, as their gradient is weighted by a
+      client's share of all examples: FedAvg of uniform weights, of which a run warns.
+      The model of a client that did not take part counts as it is, which before its
+      first round is the start. With lam=N, rho=0 and a larger coef_lr the coefficients
+      move. A client predicts with the model of its last local training: `pre` is to be
+      compared with FedAvg's `post`.
     """
     n, split, sgd = task.num_clients, averaging.split(task), local_training.bind(task)
 
@@ -144,21 +142,10 @@ def mnfl(
     def sent(state, cohort, metrics):
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
-    what = (
-        "MNFL mixes all models alike: FedAvg of uniform weights, if all take part. "
-        "--hparam=lam=N (N clients)"
-    )
-    idle = Idle(
-        "coefficients",
-        1 / n,
-        min(1e-3, 0.1 / n),
-        f"{what} and a larger coef_lr make the coefficients move.",
-    )
     return Algorithm(
         init,
         round,
         predict,
         evaluation.classification,
         sent,
-        idle=() if n == 1 else (idle,),
     )

@@ -23,7 +23,6 @@ from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
     Algorithm,
     Array,
-    Batch,
     Client,
     Metrics,
     Predictor,
@@ -51,7 +50,7 @@ def check_linear(task: Task) -> None:
 
 
 def relations(w: Array) -> Array:
-    """Sigma [N, N] of models w [N, d, H]: (W'W)^(1/2) over its trace."""
+    """Computes Sigma [N, N] of models w [N, d, H]: (W'W)^(1/2) over its trace."""
     flat = w.reshape(w.shape[0], -1)
     values, vectors = jnp.linalg.eigh(jnp.dot(flat, flat.T, precision=EXACT))
     root = jnp.sqrt(jnp.maximum(values, FLOOR))
@@ -59,15 +58,16 @@ def relations(w: Array) -> Array:
 
 
 def aggregation(sigma: Array) -> Array:
-    """rho = max_t sum_s |Sigma_ts| / Sigma_tt []: how much the clients' simultaneous
-    steps may add up."""
+    """Computes rho = max_t sum_s |Sigma_ts| / Sigma_tt []: how much the clients'
+    simultaneous steps may add up."""
     return jnp.max(jnp.sum(jnp.abs(sigma), axis=1) / jnp.diagonal(sigma))
 
 
 def ascend(
     alpha: Array, y: Array, x: Array, w: Array, step: Array, rho: Array
 ) -> Array:
-    """The new dual variables [H] of one example: the exact maximum of its coordinate.
+    """Returns the new dual variables [H] of one example: the exact maximum of its
+    coordinate.
 
     Args:
       alpha: [H].
@@ -88,18 +88,18 @@ def inputs(x: Array) -> Array:
 
 
 def signs(y: Array, c: Client, pairs: bool) -> Array:
-    """The label [] as -1 or 1 of every column, [H]; in `pairs` of classes the lower id
-    is -1."""
+    """Returns the label [] as -1 or 1 of every column, [H]; in `pairs` of classes
+    the lower id is -1."""
     if pairs:
         return jnp.where(y == jnp.argmax(c.class_counts > 0), -1.0, 1.0)[None]
     return jnp.where(y == jnp.arange(len(c.class_counts)), 1.0, -1.0)
 
 
 def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
-    """The logits [B, C] of a client's model [d, H]; in `pairs` of classes -z and z at
-    its two, -inf at the others."""
+    """Returns the logits [B, C] of a client's model [d, H]; in `pairs` of classes -z
+    and z at its two, -inf at the others."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         z = jnp.dot(inputs(x), w)
         if not pairs:
             return z
@@ -113,12 +113,12 @@ def predictor(w: Array, c: Client, pairs: bool) -> Predictor:
 def climb(
     server: PyTree, alpha: Array, c: Client, lam: Numeric, frac: Numeric, pairs: bool
 ) -> tuple[Array, Array, Array, Array]:
-    """SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes of its b
-    and w [d, H], and the mean hinge loss [] before the steps."""
+    """Runs SDCA on a client's subproblem (Eq. 4): its new alpha [M, H], the changes
+    of its b and w [d, H], and the mean hinge loss [] before the steps."""
     w, size = server["w"][c.id], jnp.maximum(c.train.size, 1)
     sigma, rho = server["sigma"][c.id, c.id], server["rho"]
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, Array]:
+    def step(key, carry, batch):
         alpha, dw, db = carry
         x, y, row = inputs(batch.x)[0], signs(batch.y[0], c, pairs), batch.row[0]
         new = ascend(alpha[row], y, x, w + rho * dw, sigma / (lam * size), rho)
@@ -139,8 +139,8 @@ def climb(
 
 
 def visits(frac: Numeric, size: Array) -> Array:
-    """How many of its `size` examples a client visits, the share `frac` rounded up, []
-    int32."""
+    """Returns the number of examples that a client of `size` visits, the share
+    `frac` rounded up, [] int32."""
     # in float32 0.6 * 25 is over 15
     return jnp.ceil(frac * size * (1 - 2e-7)).astype(jnp.int32)
 

@@ -24,7 +24,6 @@ from fedjax_pfl import (
     keys,
     local_training,
     losses,
-    traffic,
     trees,
 )
 from fedjax_pfl.algorithms.registry import register
@@ -43,7 +42,6 @@ from fedjax_pfl.averaging import (
     predictor,
     score_paired,
 )
-from fedjax_pfl.errors import needed
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -59,38 +57,6 @@ from fedjax_pfl.types import (
 
 TINY = 1e-6  # the least sum of two task losses that FedKD divides by
 stop = jax.lax.stop_gradient
-
-
-def low_rank(x: Array, energy: Numeric) -> tuple[Array, Array]:
-    """A leaf's matrix [m, n], n its last axis, of the least rank r that keeps a share
-    `energy` of the squared singular values, and how many scalars are sent: r (m + n +
-    1), or whole and unchanged where that is no more."""
-    matrix = x.reshape(-1, x.shape[-1])
-    u, s, v = jnp.linalg.svd(matrix, full_matrices=False)
-    # else it is rounding
-    s = jnp.where(s > jnp.finfo(s.dtype).eps * max(matrix.shape) * s[0], s, 0)
-    # from the smallest on, so that none is lost in the sum
-    rest = jnp.cumsum(s[::-1] ** 2)[::-1]
-    # 1 - energy may round to 1
-    kept = (rest > (1 - energy) * rest[0]).at[0].set(s[0] > 0)
-    near = jnp.dot(
-        u * jnp.where(kept, s, 0)[None], v, precision=jax.lax.Precision.HIGHEST
-    )
-    count = jnp.sum(kept, dtype=jnp.int32) * (sum(matrix.shape) + 1)
-    return jnp.where(count < x.size, near.reshape(x.shape), x), jnp.minimum(
-        count, x.size
-    )
-
-
-def compress(new: PyTree, old: PyTree, energy: Numeric) -> tuple[PyTree, Array]:
-    """old + (new - old) with each matrix of the change of low rank, and the scalars
-    that are sent []."""
-    count = jnp.zeros((), jnp.int32)
-    leaves, treedef = jax.tree.flatten(new)
-    for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(old), strict=True)):
-        change, sent = low_rank(x - y, energy) if x.ndim > 1 else (x - y, x.size)
-        leaves[i], count = y + change, count + sent
-    return jax.tree.unflatten(treedef, leaves), count
 
 
 def predict_own(server: PyTree, row: PyTree, c: Client) -> Predictor:
@@ -123,7 +89,7 @@ def fml(
       starts with the same weights (the authors draw them independently): until the
       first mean of the small models the two have nothing to teach each other.
     """
-    small, objective = exchanged(task), fml_objective(alpha, beta)
+    small, objective = exchanged(task), fml_objective(alpha, beta, losses.of(task))
 
     def client(c, server, row):
         upload, row, value = learn(
@@ -140,12 +106,14 @@ def fml(
     )
 
 
-def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
+def fml_objective(
+    alpha: Numeric, beta: Numeric, of: losses.Loss = losses.cross_entropy
+) -> Objective:
     """Returns the sum of FML's two losses, and the own model's."""
 
     def objective(v, own, small, batch):
         def loss(weight, mine, other):
-            fit = losses.cross_entropy(mine, batch.y, batch.mask)
+            fit = of(mine, batch.y, batch.mask)
             taught = divergence(stop(other), mine, batch.mask)
             return weight * fit + (1 - weight) * taught
 
@@ -156,38 +124,21 @@ def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
 
 
 @register("fedkd", several_architectures=True)
-def fedkd(
-    task: Task,
-    *,
-    svd: bool = False,
-    energy_start: Annotated[float, Interval(gt=0, le=1)] = 0.95,
-    energy_end: Annotated[float, Interval(gt=0, le=1)] = 0.98,
-) -> Algorithm:
+def fedkd(task: Task) -> Algorithm:
     """FedKD: two models distil predictions and features into each other, with a weight
     that grows as both fit the labels.
-
-    Args:
-      svd: sends changes of the small model as matrices of low rank, true or false.
-      energy_start: share of the squared singular values kept, in (0, 1], from which it
-        moves to energy_end in equal steps, the first in round 0; 0.95 as in the
-        authors' code.
-      energy_end: share kept in the last of the task's rounds, in (0, 1]; 0.98 as there.
 
     Note:
       As in the authors' code gradients go through everything, the weight 1 / (CE + CE)
       included, and the loss of the features counts twice; the loss of attention maps
       has no counterpart here. Divergences are sums over the classes (means in the code
       libraries). The own loss is reported. A client whose network is the small one
-      starts with the same weights. With svd a matrix that takes no less room so travels
-      whole, and what is cut off a change is lost, as in the paper; downloads are
-      counted as if every client had received every change before, and without its first
-      copy of the model.
+      starts with the same weights. The small model travels whole: the paper's
+      compression of its changes to low rank is not built.
     """
-    small, rounds = exchanged(task), 1
-    if svd:
-        rounds = max(
-            1, needed("rounds", task.rounds, "over which the share kept moves")
-        )
+    small = exchanged(task)
+
+    objective = functools.partial(fedkd_objective, of=losses.of(task))
 
     def init(key):
         state, fan_in = start(key, task, small), small.model.num_features
@@ -199,49 +150,36 @@ def fedkd(
         rows = {**state.clients, "map": architectures.stack(task, draw)}
         return state._replace(clients=rows)
 
-    def round(key, state, cohort):
-        def squeeze(theta):
-            if not svd:
-                return theta, jnp.int32(trees.size(theta))
-            passed = jnp.minimum(1, (cohort.round + 1) / rounds)
-            energy = energy_start + (energy_end - energy_start) * passed
-            return compress(theta, state.server, energy)
-
-        def client(c, row):
-            both = state.server, small, fedkd_objective, task
-            upload, row, value = learn(c, c.train, row, *both, also=("map",))
-            upload, up = squeeze(upload)
-            post = evaluation.post(cohort, c, predictor(c.model, row["w"]))
-            return upload, marked(row, ("w", "map")), value, post, up
-
-        theta, (rows, value, post, up) = cohort.mean(
-            client, state.clients, weight=cohort.trained, default=state.server
+    def client(c, server, row):
+        upload, row, value = learn(
+            c, c.train, row, server, small, objective, task, also=("map",)
         )
-        theta, down = squeeze(theta)
-        scalars = ({"scalars_up": up}, {"scalars_down": down}) if svd else ()
-        return State(theta, rows), Metrics(value, post, *scalars)
+        predict = predictor(c.model, row["w"])
+        return Update(upload, marked(row, ("w", "map")), predict, value)
 
-    def sent(state, cohort, metrics):
-        up = metrics.clients["scalars_up"]
-        down = jnp.full_like(up, 1) * metrics.server["scalars_down"]
-        return traffic.both_ways(cohort, down, up)
-
-    # With svd the server sends a change of low rank, which no server optimizer updates.
-    averages, counted = ((), sent) if svd else (BODY_AND_HEAD, None)
-    score = evaluation.classification
-    return Algorithm(init, round, predict_own, score, counted, averages=averages)
+    return from_client(
+        init,
+        client,
+        predict_own,
+        weight=lambda cohort: cohort.trained,
+        averages=BODY_AND_HEAD,
+    )
 
 
 def fedkd_objective(
-    v: PyTree, own: Outputs, small: Outputs, batch: Batch
+    v: PyTree,
+    own: Outputs,
+    small: Outputs,
+    batch: Batch,
+    of: losses.Loss = losses.cross_entropy,
 ) -> tuple[Array, Array]:
     """Returns the sum of FedKD's two losses, and the own model's."""
-    fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+    fit = lambda z: of(z, batch.y, batch.mask)
     teacher, student = fit(own.z), fit(small.z)
     weight = 1 / jnp.maximum(teacher + student, TINY)
     mapped = jnp.dot(small.h, v["map"].T)
 
-    def from_other(z: Array, h: Array, other_z: Array, other_h: Array) -> Array:
+    def from_other(z, h, other_z, other_h):
         gap = losses.masked_mean(jnp.mean((h - other_h) ** 2, axis=1), batch.mask)
         return weight * (divergence(other_z, z, batch.mask) + gap)
 
@@ -251,17 +189,17 @@ def fedkd_objective(
 
 
 def mixed(lam: Numeric, own: Array, small: Array) -> Array:
-    """lam own + (1 - lam) small, of logits [B, C]."""
+    """Computes lam own + (1 - lam) small, of logits [B, C]."""
     # so that equal logits give lam no gradient at all
     return small + lam * (own - small)
 
 
-def fedapen_objective(lam: Array) -> Objective:
+def fedapen_objective(lam: Array, of: losses.Loss = losses.cross_entropy) -> Objective:
     """Returns the sum of FedAPEN's two losses, and the own model's: the labels, the
     other model's predictions, and the labels by the ensemble."""
 
     def objective(v, own, small, batch):
-        fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+        fit = lambda z: of(z, batch.y, batch.mask)
 
         def loss(mine, other):
             return fit(mine) + divergence(stop(other), mine, batch.mask)
@@ -332,7 +270,7 @@ def fedapen(
         # The two models are trained on the examples that are not held out.
         def client(c, row):
             data, _ = local_training.holdout(c.train, held_out)
-            objective = fedapen_objective(row["lam"])
+            objective = fedapen_objective(row["lam"], losses.of(task))
             upload, row, value = learn(
                 c, data, row, state.server, small, objective, task
             )
@@ -344,9 +282,7 @@ def fedapen(
 
             def step(key, lam, batch):
                 z = own(batch.x, batch.mask), shared(batch.x, batch.mask)
-                fit = lambda lam: losses.cross_entropy(
-                    mixed(lam, *z), batch.y, batch.mask
-                )
+                fit = lambda lam: losses.of(task)(mixed(lam, *z), batch.y, batch.mask)
                 return jnp.clip(lam - lam_lr * jax.grad(fit)(lam), 0, 1), ()
 
             _, data = local_training.holdout(c.train, held_out)

@@ -41,9 +41,8 @@ from fedjax_pfl.types import (
 
 
 def small_model(task: Task) -> Model:
-    """The task's shared model; InputError if there is none, its features are not as
-    many as the clients', its extractor has no parameters, or it is not for the clients'
-    inputs and classes."""
+    """Returns the task's shared model; raises InputError if there is none, its features
+    are not as many as the clients', or it is not for their inputs and classes."""
     widths, given = sorted({model.num_features for model in task.models}), task.shared
     if given is None or widths != [given.num_features]:
         raise InputError(
@@ -53,25 +52,19 @@ def small_model(task: Task) -> Model:
             f"architectures have {widths}: give "
             "all networks one width (--features), and the small model, too."
         )
-    if not jax.tree.leaves(jax.eval_shape(given.init, jax.random.key(0))["body"]):
-        raise InputError(
-            "pFedAFM shares the extractor of the small model, but this one has no "
-            "parameters there (as `linear`): give "
-            "another (Task.shared, --shared_model)."
-        )
     return shared_model.exchanged(task).model
 
 
 def mixture(alpha: Array, g: Array, G: Array) -> Array:
-    """alpha g + (1 - alpha) G of own features g [B, K] and shared ones G [B, K], alpha
-    [K] or [1]."""
+    """Computes alpha g + (1 - alpha) G of own features g [B, K] and shared ones G
+    [B, K], alpha [K] or [1]."""
     return trees.lerp(alpha[None], g, G)
 
 
 def bounded_sgd(
     lr: Numeric, decay: Numeric, momentum: float = 0.9
 ) -> optax.GradientTransformation:
-    """SGD with momentum and weight decay whose steps end in [0, 1]."""
+    """Makes SGD with momentum and weight decay whose steps end in [0, 1]."""
     inside = optax.stateless(
         lambda step, x: jax.tree.map(lambda s, x: jnp.clip(x + s, 0, 1) - x, step, x)
     )
@@ -85,8 +78,8 @@ score = functools.partial(averaging.score_paired, names=("large", "small"))
 
 
 def upload_split(task: Task, shared: Model) -> averaging.Split:
-    """Which leaves of {"w", "theta", "alpha", "stats"} are sent: the extractor theta,
-    and its running statistics unless they stay with bn_stats=local."""
+    """Returns the split of {"w", "theta", "alpha", "stats"}: the extractor theta is
+    sent, and its running statistics unless they stay with bn_stats=local."""
     kept = averaging.split(task, variables=shared.bn_mask).personal[0]
     theirs = {
         "theta": {"body": kept["body"]},
@@ -98,16 +91,19 @@ def upload_split(task: Task, shared: Model) -> averaging.Split:
 def features(
     model: Model, v: PyTree, part: str, *args: Any, **options: Any
 ) -> tuple[Array, PyTree]:
-    """The features [B, K] of the extractor `part` of v, and its new running
+    """Returns the features [B, K] of the extractor `part` of v, and its new running
     statistics."""
     return model.features({**v[part], "stats": v["stats"][part]}, *args, **options)
 
 
 def objective(
-    model: Model, shared: Model, moving: tuple[str, ...]
+    model: Model,
+    shared: Model,
+    moving: tuple[str, ...],
+    of: losses.Loss = losses.cross_entropy,
 ) -> local_training.Loss:
-    """The cross entropy of the head on mixed features, or on those of theta alone where
-    only that is `moving`."""
+    """Returns the loss of the head on mixed features, or on those of theta
+    alone where only that is `moving`."""
 
     def loss(v, batch, key):
         given = {"mask": batch.mask, "train": "theta" in moving}
@@ -119,16 +115,16 @@ def objective(
             g, stats["w"] = features(model, v, "w", batch.x, **given)
             r = mixture(v["alpha"], g, r)
         z = model.head(v["w"]["head"], r)
-        return losses.cross_entropy(z, batch.y, batch.mask), stats
+        return of(z, batch.y, batch.mask), stats
 
     return loss
 
 
 def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
-    """The logits [B, C, 3] of the head on mixed, own and shared features, which `score`
-    scores."""
+    """Returns the logits [B, C, 3] of the head on mixed, own and shared features,
+    which `score` scores."""
 
-    def predict(x: Array, mask: Array) -> Array:
+    def predict(x, mask):
         g, G = (
             features(m, v, part, x, mask=mask)[0]
             for m, part in ((model, "w"), (shared, "theta"))
@@ -199,14 +195,19 @@ def pfedafm(
         rows = architectures.stack(task, lambda model: start(model)[1])
         return State(start(task.models[0])[0], rows)
 
+    kind = losses.of(task)
+
     def client(c, server, own):
         # Model and mixing vector are trained on mixed features.
-        v, loss = split.receive(server, own), objective(c.model, shared, phases[0])
+        v, loss = (
+            split.receive(server, own),
+            objective(c.model, shared, phases[0], kind),
+        )
         v, value = sgd(c, v, loss=loss, train=phases[0])
         predict = predictor(c.model, shared, v)
         # The extractor is trained under the trained head.
         if iterative:
-            loss = objective(c.model, shared, phases[1])
+            loss = objective(c.model, shared, phases[1], kind)
             stream = keys.Client.EXTRACTOR
             v, _ = sgd(c, v, loss=loss, train=phases[1], stream=stream)
         upload, own = split.send(v)

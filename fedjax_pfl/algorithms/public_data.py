@@ -2,7 +2,7 @@
 and training on predictions."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from chex import Numeric
 
 from fedjax_pfl import keys, local_training, losses, trees
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Model, PyTree, Task
+from fedjax_pfl.types import Array, Batch, Cohort, Data, Model, PyTree, Task
 
 TINY = 1e-8  # probabilities are at least this before a logarithm
 EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on every device
@@ -26,7 +26,7 @@ class Predictions(NamedTuple):
 
 
 def count(task: Task, size: int) -> int:
-    """How many public examples a round uses, at most the pool: D.
+    """Returns the number of public examples in a round, at most the pool: D.
 
     Raises:
       InputError: the task has no pool.
@@ -41,8 +41,8 @@ def count(task: Task, size: int) -> int:
 
 
 def draw(key: Array, task: Task, size: int) -> Array:
-    """The public examples of a round, drawn without replacement: ascending indices [D]
-    into the pool.
+    """Returns the public examples of a round, drawn without replacement: ascending
+    indices [D] into the pool.
 
     Args:
       key: the server's, of the round.
@@ -58,16 +58,8 @@ def draw(key: Array, task: Task, size: int) -> Array:
 
 
 def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
-    """The examples `index` [D] of the pool; none where not wanted [].
-
-    Raises:
-      InputError: the federation has no pool.
-    """
-    if pool is None:
-        raise InputError(
-            "The task has public examples and the federation has none: give "
-            "Federation.public."
-        )
+    """Returns the examples `index` [D] of the pool; none where not wanted []."""
+    assert pool is not None  # as the task has one
     return pool._replace(
         index=index, size=jnp.where(wanted, len(index), 0).astype(jnp.int32)
     )
@@ -76,24 +68,20 @@ def subset(pool: Data | None, index: Array, wanted: Array) -> Data:
 def logits(
     model: Model, variables: PyTree, data: Data, num_classes: int, batch_size: int
 ) -> Array:
-    """A model's logits [M, C] for all rows of the data, without dropout and with
-    running statistics."""
+    """Returns a model's logits [M, C] for all rows of the data, without dropout and
+    with running statistics."""
 
-    def one(found: Array, batch: Batch) -> Array:
+    def one(found, batch):
         z, _ = model.apply(variables, batch.x, mask=batch.mask, train=False)
-        # past the end there is only padding
+        # Past the end there is only padding.
         return found.at[batch.row].set(z.astype(found.dtype), mode="drop")
 
-    return local_training.fold(
-        data,
-        one,
-        jnp.zeros((data.index.shape[0], num_classes), jnp.float32),
-        batch_size,
-    )
+    nothing = jnp.zeros((data.index.shape[0], num_classes), jnp.float32)
+    return local_training.fold(data, one, nothing, batch_size)
 
 
 def gathered(cohort: Cohort, outputs: Array) -> Predictions:
-    """The predictions [S, D, C] of those who have trained."""
+    """Returns the predictions [S, D, C] of those who have trained."""
     order = jnp.argsort(cohort.ids)
     here = cohort.trained[order]
     outputs = cohort.replicated(outputs)[order]
@@ -102,50 +90,13 @@ def gathered(cohort: Cohort, outputs: Array) -> Predictions:
     )
 
 
-def pretrain(c: Client, variables: PyTree, task: Task, epochs: Any) -> PyTree:
-    """The client's model after epochs over all public examples with their labels
-    (FedMD).
-
-    Meanwhile the public classes follow the private ones, as outputs of a linear
-    layer that is dropped then.
-
-    Raises:
-      InputError: their labels are meaningless.
-    """
-    classes, width, own = task.public_classes, c.model.num_features, task.num_classes
-    if not classes:
-        raise InputError(
-            "Training on public examples needs their labels, and the task's pool has "
-            "none (Task.public_classes is 0): "
-            "give a labelled one, or public_epochs=0."
-        )
-
-    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
-        h, stats = c.model.features(v, batch.x, mask=batch.mask, train=True, key=key)
-        z = jnp.concatenate(
-            [c.model.head(v["head"], h), jnp.dot(h, v["public"])], axis=1
-        )
-        return losses.cross_entropy(z, own + batch.y, batch.mask), stats
-
-    key = keys.fold(c.key, keys.Client.PUBLIC_LABELS)
-    outputs = jax.random.uniform(
-        keys.fold(key, keys.Client.PUBLIC_LABELS), (width, classes), jnp.float32, -1, 1
-    )
-    data = subset(c.public, jnp.arange(task.public.shape[0]), c.train.size > 0)  # type: ignore[union-attr]
-    v = {**variables, "public": outputs / width**0.5}
-    v, _ = local_training.sgd(
-        key, data, loss, v, task, train=("body", "head", "public"), epochs=epochs
-    )
-    return {part: v[part] for part in variables}
-
-
 def distillation(
     model: Model,
     target: Array,
     distance: Callable[[Array, Array], Array],
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of training on targets: the mean of `distance` over the valid rows, as
-    `local_training.sgd` takes it.
+    """Returns the loss of training on targets: the mean of `distance` over the valid
+    rows, as `local_training.sgd` takes it.
 
     Args:
       target: [D, C], for the rows of the data.
@@ -160,7 +111,7 @@ def distillation(
 
 
 def mean(weight: Array, given: Predictions) -> Array:
-    """The mean [D, C] of all predictions with normalised weights [S]."""
+    """Returns the mean [D, C] of all predictions with normalised weights [S]."""
     return jnp.tensordot(weight, given.outputs, 1, precision=EXACT)
 
 
@@ -177,8 +128,8 @@ def normalised(weight: Array, here: Array) -> Array:
 
 
 def divergence(target: Array, z: Array, temperature: Numeric = 1.0) -> Array:
-    """KL(target || softmax(z / T)) of probabilities and logits [B, C] for each row,
-    [B]."""
+    """Computes KL(target || softmax(z / T)) of probabilities and logits [B, C] for
+    each row, [B]."""
     return jnp.sum(
         target
         * (jnp.log(jnp.maximum(target, TINY)) - jax.nn.log_softmax(z / temperature)),

@@ -41,7 +41,7 @@ Objective = Callable[[PyTree, Outputs, Outputs, Batch], tuple[Array, Array]]
 
 
 def exchanged(task: Task) -> Small:
-    """The task's shared model.
+    """Returns the task's shared model.
 
     Raises:
       InputError: there is none, or it does not take the clients' inputs or has not
@@ -72,8 +72,8 @@ def exchanged(task: Task) -> Small:
 
 
 def start(key: Array, task: Task, small: Small) -> State:
-    """The state that all methods here have: the small model, each client's own model,
-    and what it keeps of the small one."""
+    """Returns the state that all methods here have: the small model, each client's
+    own model, and what it keeps of the small one."""
     shared, kept = small.split.send(small.model.init(key))
     own = architectures.stack(task, lambda model: model.init(key))
     return State(shared, {"w": own, "kept": trees.replicate(kept, task.num_clients)})
@@ -110,7 +110,7 @@ def learn(
         "small": (small.model, small.split.receive(server, mine["kept"])),
     }
 
-    def loss(v: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree, Array]:
+    def loss(v, batch, key):
         out, stats = {}, {}
         draws = {"own": key, "small": keys.fold(key, keys.Loss.SHARED)}
         for name, (model, _) in models.items():
@@ -122,39 +122,31 @@ def learn(
         value, reported = objective(v.get("rows", {}), out["own"], out["small"], batch)
         return value, stats, reported
 
-    def separate(lr: Numeric) -> optax.GradientTransformation:
-        one = (
-            task.optimizer(lr)
-            if clip is None
-            else optax.chain(optimizers.clipped(clip), task.optimizer(lr))
-        )
+    def separate(lr):
+        one = task.optimizer(lr)
+        if clip is not None:
+            one = optax.chain(optimizers.clipped(clip), one)
         return optimizers.per_part(dict.fromkeys(parts, one))
 
     v = {name: averaging.params(w) for name, (_, w) in models.items()}
     v |= {"rows": {name: mine[name] for name in also}} if also else {}
     parts, v["stats"] = tuple(v), {name: w["stats"] for name, (_, w) in models.items()}
-    v, (_, value) = local_training.sgd(
-        c.key,
-        data,
-        loss,
-        v,
-        task._replace(optimizer=separate),
-        train=parts,
-        has_aux=True,
-    )
+    sgd = local_training.bind(task._replace(optimizer=separate), loss)
+    v, (_, value) = sgd(c, v, data=data, train=parts, has_aux=True)
     w, theta = ({**v[name], "stats": v["stats"][name]} for name in models)
     upload, kept = small.split.send(theta)
     return upload, {**mine, **v.get("rows", {}), "w": w, "kept": kept}, value
 
 
 def marked(mine: PyTree, names: tuple[str, ...] = ("w",)) -> PyTree:
-    """A client's rows, those marked `Own` whose structure is its architecture's."""
+    """Returns a client's rows, those marked `Own` whose structure is its
+    architecture's."""
     return {name: Own(x) if name in names else x for name, x in mine.items()}
 
 
 def divergence(target: Array, z: Array, mask: Array) -> Array:
-    """Mean KL(softmax(target) || softmax(z)) of logits [B, C] over the valid rows,
-    []."""
+    """Computes the mean KL(softmax(target) || softmax(z)) of logits [B, C] over the
+    valid rows, []."""
     log_p, log_q = jax.nn.log_softmax(target), jax.nn.log_softmax(z)
     return losses.masked_mean(
         optax.losses.kl_divergence_with_log_targets(log_q, log_p), mask

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, check_inputs, checked
+from fedjax_pfl.data.datasets import Dataset, check_inputs, checked, label_type
 from fedjax_pfl.data.partition import Partition, checked as checked_rows, class_counts
 from fedjax_pfl.types import Examples, Federation, Subset
 
@@ -26,8 +26,7 @@ def federate(
         holdout.
       room: least widths of `index` in train, val and test. Partitions of equal widths
         share a compiled program; nothing else depends on it.
-      public: data set of the public pool, each y = -1 if there are no labels; None: no
-        pool.
+      public: data set of the public pool, whose labels are not used; None: no pool.
 
     Returns:
       a Federation whose `val.index` may be [N, 0]. Widths are rounded up by at most an
@@ -39,22 +38,15 @@ def federate(
     """
     checked(dataset)
     if public is not None:
-        public_classes(public)
+        check_inputs(public)
     partition = checked_rows("partition", partition, dataset)
     pool = None if public is None else _examples(public)
     return _federation(dataset, partition, room, _examples(dataset), pool)
 
 
 def _examples(dataset: Dataset) -> Examples:
-    return Examples(jnp.asarray(dataset.x), jnp.asarray(dataset.y, jnp.int32))
-
-
-def public_classes(public: Dataset) -> int:
-    """Returns the number of classes of a public pool, 0 if every y is -1."""
-    check_inputs(public)
-    if not np.array_equal(public.y, np.full(len(public.x), -1)):
-        return checked(public).num_classes
-    return 0
+    y = jnp.asarray(dataset.y, label_type(dataset.y))
+    return Examples(jnp.asarray(dataset.x), y)
 
 
 def others(

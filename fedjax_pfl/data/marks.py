@@ -44,7 +44,7 @@ def mark(dataset: Dataset, partition: Partition, seed: int) -> Marked:
             f"Marks need square images of at least {SMALLEST} pixels per side, got "
             f"shape {shape}."
         )
-    owner = _owners(partition, len(dataset.y))
+    owner = owners(partition, len(dataset.y))
     phase = np.random.default_rng(seed).random(len(dataset.y))
     x, top = dataset.x.copy(), dataset.x.max()
     for kind in range(1, len(MARKS)):
@@ -111,8 +111,8 @@ def _pixel(at: np.ndarray, side: int) -> np.ndarray:
     return np.asarray(np.clip(np.rint(at), 1, side - 2), np.int64)
 
 
-def _owners(partition: Partition, n: int) -> np.ndarray:
-    """The client of each of the n rows, -1 where nobody owns it."""
+def owners(partition: Partition, n: int) -> np.ndarray:
+    """Returns the client of each of the n rows, -1 where nobody owns it."""
     owner = np.full(n, -1)
     for part in ("train", "test", "val"):
         sizes = getattr(partition, f"{part}_sizes")

@@ -28,10 +28,19 @@ class Partition(NamedTuple):
 
 
 def class_counts(p: Partition, dataset: Dataset) -> np.ndarray:
-    """Returns the training examples of each class: [N, C] int32."""
+    """Returns the training labels of each class, 0 for regression: [N, C] int32."""
     client = np.repeat(np.arange(len(p.train)), p.train_sizes)
-    label = dataset.y[flat(p.train, p.train_sizes)]
-    return tally(client, label, len(p.train), dataset.num_classes).astype(np.int32)
+    y = dataset.y[flat(p.train, p.train_sizes)]
+    if y.dtype.kind in "iu":
+        valid = y >= 0
+        client = np.broadcast_to(client.reshape(-1, *[1] * (y.ndim - 1)), y.shape)[
+            valid
+        ]
+        y = y[valid]
+        return tally(client, y, len(p.train), dataset.num_classes).astype(np.int32)
+    found = np.zeros((len(p.train), dataset.num_classes), np.int32)
+    np.add.at(found, client, y if y.dtype == bool else 0)
+    return found
 
 
 def tally(
@@ -65,7 +74,8 @@ def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
 def _labels(dataset: Dataset) -> np.ndarray:
     """Returns a hash of the labels, [1] int64, which identifies the data set of the row
     numbers."""
-    digest = hashlib.sha256(dataset.y.astype("<i4").tobytes()).digest()
+    kind = "<f4" if dataset.y.dtype.kind == "f" else "<i4"
+    digest = hashlib.sha256(dataset.y.astype(kind).tobytes()).digest()
     return np.frombuffer(digest[:8], "<i8")
 
 

@@ -15,7 +15,7 @@ from absl import logging
 from scipy.special import softmax
 
 from fedjax_pfl import user_code
-from fedjax_pfl.data.datasets import Dataset, checked
+from fedjax_pfl.data.datasets import Dataset, checked, strata
 from fedjax_pfl.data.partition import (
     Partition,
     build,
@@ -59,6 +59,14 @@ PARTITIONS: dict[str, str] = {
         "Hsu 2019: per client over classes Dir(alpha p), p the classes' shares of the "
         "data, equal sizes"
     ),
+    "lognormal": (
+        "pFedMe: client k has classes_per_client consecutive classes, sizes with "
+        "lognormal shares"
+    ),
+    "natural:COLUMN": (
+        "a client per value of a column of the data set, such as its speaker; more "
+        "clients than values share them in equal parts"
+    ),
     "file:PATH": (
         "an .npz with flat int arrays train, train_sizes, test, test_sizes (optional "
         "val, val_sizes)"
@@ -70,7 +78,7 @@ def partition(
     dataset: Dataset,
     spec: str,
     *,
-    num_clients: int,
+    num_clients: int | None,
     seed: int,
     alpha: float = 0.1,
     classes_per_client: int = 2,
@@ -89,7 +97,9 @@ def partition(
       spec: a key of `PARTITIONS`, or a function of your own, FILE.py:NAME or
         package.module:NAME, called with the data set, `num_clients` and `seed`. A file
         is only checked against `num_clients`.
-      num_clients: N.
+      num_clients: N; of a natural partition N values drawn at random, None for all that
+        have the minimum. With more clients than values client i has a random part of
+        value i mod the number of values.
       seed: equal seeds give equal partitions. The rows of every client are shuffled, so
         that any tail of them is a random holdout.
       alpha: Dirichlet concentration, in [1e-6, 1e6].
@@ -115,31 +125,29 @@ def partition(
     check("seed", seed, 0, 2**63 - 1, whole=True)
     if user_code.named(spec) or str(spec).startswith("file:"):
         return _given(spec, dataset, num_clients, seed)
-    choose("partition", spec, PARTITIONS)
-    y = dataset.y[: dataset.num_train] if test_split == "official" else dataset.y
-    check("clients", num_clients, 1, len(y), whole=True)
+    natural = str(spec).startswith("natural:")
+    choose("partition", "natural:COLUMN" if natural else spec, PARTITIONS)
+    official = dataset.num_train if test_split == "official" else None
+    n = len(dataset.y) if official is None else official
+    if num_clients is not None or not natural:
+        check("clients", num_clients, 1, n, whole=True)
     # one example for each part that is cut from these
     need = 1 + (test_split == "pool") + (val_fraction > 0)
-    least, minimum = min(40, len(y) // num_clients // 2), need
+    least, minimum = min(40, n // (num_clients or 1) // 2), need
     if min_size is not None:
-        check("min_size", min_size, 0, len(y), whole=True)
+        check("min_size", min_size, 0, n, whole=True)
         least = min_size
     if spec == "dirichlet" or min_size is not None:
         minimum = max(need, least)
     rng = np.random.default_rng(seed)
-    totals = np.bincount(y, minlength=dataset.num_classes)
-    _check_enough(num_clients, minimum, len(y))
-    counts = _assign(rng, spec, totals, num_clients, alpha, classes_per_client, least)
-    _check_enough(num_clients, minimum, int(counts.sum()))
-    if left_out := int((counts.sum(axis=0) < totals).sum()):
-        logging.warning("%s: %d classes are left out.", spec, left_out)
-    counts, moved = fill_up(rng, counts, minimum)
-    train, sizes = _rows(rng, y, counts)
-    if test_split == "official":
-        test_counts, more = _official_counts(counts, dataset)
-        held, held_sizes = _rows(rng, dataset.y[dataset.num_train :], test_counts)
-        held, moved = held + dataset.num_train, moved + more
+    if natural:
+        column = spec.removeprefix("natural:")
+        found = _by_column(rng, dataset, column, num_clients, minimum, official)
     else:
+        options = (num_clients, alpha, classes_per_client, least)
+        found = _by_class(rng, dataset, spec, options, minimum, official)
+    train, sizes, held, held_sizes, moved = found
+    if official is None:
         rest = np.clip(_floor(sizes * (1 - test_fraction)), need - 1, sizes - 1)
         train, held = _cut(train, sizes, sizes - rest)
         sizes, held_sizes = rest, sizes - rest
@@ -148,7 +156,85 @@ def partition(
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
 
 
-def _given(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partition:
+def _by_class(
+    rng: Rng,
+    dataset: Dataset,
+    spec: str,
+    options: tuple[Any, ...],
+    minimum: int,
+    official: int | None,
+) -> tuple[Any, ...]:
+    """Divides all rows by a rule, or the official training rows and in proportion the
+    test rows: flat rows and sizes of train and test, and examples moved."""
+    classes = dataset.num_classes if dataset.y.ndim == 1 else 1
+    y, num_clients = strata(dataset), options[0]
+    n = len(y) if official is None else official
+    totals = np.bincount(y[:n], minlength=classes)
+    _check_enough(num_clients, minimum, n)
+    counts = _assign(rng, spec, totals, *options)
+    _check_enough(num_clients, minimum, int(counts.sum()))
+    if left_out := int((counts.sum(axis=0) < totals).sum()):
+        logging.warning("%s: %d classes are left out.", spec, left_out)
+    counts, moved = fill_up(rng, counts, minimum)
+    train, sizes = _rows(rng, y[:n], counts)
+    if official is None:
+        return train, sizes, train[:0], sizes, moved
+    tests = np.bincount(y[n:], minlength=classes)
+    test_counts, more = _official_counts(counts, totals, tests)
+    held, held_sizes = _rows(rng, y[n:], test_counts)
+    return train, sizes, held + n, held_sizes, moved + more
+
+
+def _by_column(
+    rng: Rng,
+    dataset: Dataset,
+    column: str,
+    num_clients: int | None,
+    minimum: int,
+    official: int | None,
+) -> tuple[Any, ...]:
+    """Divides all rows by the values of a column, as `_by_class`."""
+    choose(f"column of {dataset.name}", column, dataset.columns)
+    values, group = np.unique(dataset.columns[column], return_inverse=True)
+    n = len(group) if official is None else official
+    sizes = np.bincount(group[:n], minlength=len(values))
+    tests = np.bincount(group[n:], minlength=len(values))
+    eligible = np.flatnonzero((sizes >= minimum) & ((tests > 0) | (official is None)))
+    if not len(eligible):
+        raise InputError(
+            f"partition=natural:{column} needs a value of at least {minimum} examples, "
+            f"the largest has {sizes.max()}."
+        )
+    count = num_clients or len(eligible)
+    if count < len(eligible):
+        eligible = np.sort(rng.permutation(eligible)[:count])
+    owner = np.full(len(group), -1)
+    for part in (np.arange(n), np.arange(n, len(group))):
+        for i, value in enumerate(eligible):
+            rows = part[group[part] == value]
+            clients = np.arange(i, count, len(eligible))
+            owner[rng.permutation(rows)] = clients[_blocks(len(rows), len(clients))]
+    train, sizes = _owned(rng, owner[:n], count)
+    held, held_sizes = _owned(rng, owner[n:], count)
+    if sizes.min() < minimum or (official is not None and not held_sizes.all()):
+        raise InputError(
+            f"`clients` must be at most {len(eligible)} or the values larger: client "
+            f"{sizes.argmin()} has {sizes.min()} examples, and {minimum} are needed."
+        )
+    return train, sizes, held + n, held_sizes, 0
+
+
+def _owned(rng: Rng, owner: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of every client, client after client and shuffled within, and sizes [N]."""
+    order = rng.permutation(len(owner))
+    order = order[np.argsort(owner[order], kind="stable")]
+    mine = owner[owner >= 0]
+    return order[len(owner) - len(mine) :], np.bincount(mine, minlength=count)
+
+
+def _given(
+    spec: str, dataset: Dataset, num_clients: int | None, seed: int
+) -> Partition:
     """The partition of a file or of a user's function."""
     if spec.startswith("file:"):
         p = load_file(spec.removeprefix("file:"), dataset)
@@ -158,7 +244,7 @@ def _given(spec: str, dataset: Dataset, num_clients: int, seed: int) -> Partitio
         )
         with user_code.blamed("partition", spec):
             p = checked_partition(f"partition={spec}", made, dataset)
-    if len(p.train) != num_clients:
+    if num_clients is not None and len(p.train) != num_clients:
         raise InputError(
             f"`clients` must be {len(p.train)}, as in partition={spec}, got "
             f"{num_clients}."
@@ -187,12 +273,13 @@ def _assign(
     return RULES[spec](rng, totals, num_clients, *arguments)
 
 
-def _official_counts(counts: np.ndarray, dataset: Dataset) -> tuple[np.ndarray, int]:
+def _official_counts(
+    counts: np.ndarray, train_totals: np.ndarray, test_totals: np.ndarray
+) -> tuple[np.ndarray, int]:
     """Test examples per client and class [N, C], in the proportions of the training
-    counts, at least one a client."""
-    n, classes, totals = dataset.num_train, dataset.num_classes, counts.sum(axis=0)
-    test_totals = np.bincount(dataset.y[n:], minlength=classes)
-    left_out = np.bincount(dataset.y[:n], minlength=classes) > totals
+    counts, at least one a client; of totals [C] of the data set."""
+    totals = counts.sum(axis=0)
+    left_out = train_totals > totals
     test_totals = np.where(left_out & (totals == 0), 0, test_totals)
     if test_totals.sum() < len(counts):
         raise InputError(
@@ -426,6 +513,31 @@ def dirichlet_hsu(
     return counts
 
 
+def lognormal(
+    rng: Rng, totals: np.ndarray, num_clients: int, per_client: int
+) -> np.ndarray:
+    """Draws pFedMe's split: client k holds the classes k, ..., k + L - 1 modulo C, L =
+    `per_client`, and sizes vary by lognormal shares.
+
+    Half of a class is divided equally over its holders, half by their shares of
+    lognormal(0, 2) draws. With fewer clients than classes the first classes of clients
+    are spread evenly.
+
+    Note: pFedMe has 300 to 600 examples (twice as many with up to 20 clients) in place
+    of the equal half, and assigns examples while they last.
+    """
+    present = _present(totals, num_clients, per_client)
+    first = np.arange(num_clients)
+    if num_clients < len(present):
+        first = first * len(present) // num_clients
+    held = present[(first[:, None] + np.arange(per_client)) % len(present)]
+    holds = np.zeros((num_clients, len(totals)))
+    np.put_along_axis(holds, held, 1.0, axis=1)
+    drawn = holds * rng.lognormal(0, 2, holds.shape)
+    parts = [x / np.maximum(x.sum(axis=0), 1e-300) for x in (holds, drawn)]
+    return apportion((parts[0] + parts[1]) / 2, totals)
+
+
 def apportion(shares: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Cuts each class at its cumulative shares: integer counts that sum exactly, each
     within one of share * total.
@@ -517,5 +629,6 @@ RULES: dict[str, Callable[..., np.ndarray]] = {
         dirichlet_class,
         dirichlet_total,
         dirichlet_hsu,
+        lognormal,
     )
 }

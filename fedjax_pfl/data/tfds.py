@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ DESCRIPTIONS: dict[str, str] = {
         "70,000 digits in MNIST's sizes, cut by EMNIST from the source of both, 10 "
         "classes (TFDS)"
     ),
+    "ag_news_subset": "127,600 pieces of news, title and text, 4 classes (TFDS)",
     "celeb_a": (
         "19,547 faces by attribute (bald, hat, blond, black hair), 64x64 colour, 4 "
         "classes, no test set (TFDS)"
@@ -49,6 +51,7 @@ SIZES: dict[str, int] = {
     "emnist/byclass": 814_255,
     "emnist/bymerge": 814_255,
     "emnist/mnist": 70_000,
+    "ag_news_subset": 127_600,
     # Bald has 4,547, the other attributes more than the 5,000 that are taken
     "celeb_a": 19_547,
 }
@@ -61,8 +64,10 @@ _CLASSES = {
     "emnist/byclass": 62,
     "emnist/bymerge": 47,
     "celeb_a": 4,
+    "ag_news_subset": 4,
 }  # all others: 10
 _CACHE_FORMAT = 1  # of the cache files
+_SEPARATOR = "\0"  # of texts there
 
 
 def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
 
     Returns:
       x [n, *input]: uint8 images, or numbers as they are; y [n]; num_train;
-      num_classes; superclass [C] int32 or None.
+      num_classes; superclass [C] int32 or None; texts [n] in place of x, or None.
 
     Raises:
       InputError: the data set is not prepared, not in the array_record format, has
@@ -89,7 +94,8 @@ def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
     source = "cifar100" if name == "cifar100_coarse" else name
     root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = _version_folder(Path(os.path.expanduser(root)), source)
-    arrays = _cached(_cache_path(source, folder), source, folder)
+    cache = _cache_path(source, folder)
+    arrays = cached(cache, source, lambda: _decode(source, folder))
     y, superclass = arrays["y"], None
     if name == "emnist/letters":
         y = y - 1  # TFDS counts letters from 1
@@ -101,6 +107,7 @@ def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
     counted = int(y.max(initial=0)) + 1
     return {
         "x": arrays["x"],
+        "texts": _split(arrays["x"]) if "texts" in arrays else None,
         "y": y.astype(np.int32),
         "num_train": int(arrays["num_train"]),
         "num_classes": _CLASSES.get(name, 10 if name in DESCRIPTIONS else counted),
@@ -155,12 +162,14 @@ def _cache_path(source: str, folder: Path) -> Path:
     return cache_dir() / f"{source.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
-def _cached(path: Path, source: str, folder: Path) -> dict[str, np.ndarray]:
+def cached(
+    path: Path, source: str, decode: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     """Returns the decoded arrays, which are written to the cache file once."""
     if path.is_file():
         with np.load(path) as file:
             return dict(file)
-    arrays = _decode(source, folder)
+    arrays = decode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # renamed, so that no reader ever sees half a file
@@ -182,7 +191,7 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
         builder = tfds.builder_from_directory(folder)
         if source == "celeb_a":
             return celeba.decode(builder)
-        return _rows(builder, tfds.features.Image)
+        return _rows(builder, tfds.features.Image, tfds.features.Text)
     except ImportError as error:
         # array_record is imported on first use and not there on every system
         raise InputError(
@@ -191,33 +200,60 @@ def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def _rows(builder: Any, image: type) -> dict[str, np.ndarray]:
+def _rows(builder: Any, image: type, text: type) -> dict[str, np.ndarray]:
     info = builder.info
-    x_name, y_name = _columns(info)
+    texts = [name for name, x in dict(info.features).items() if isinstance(x, text)]
+    x_name, y_name = _columns(info, texts)
     names = [split for split in ("train", "test") if split in info.splits]
     if not names:
         raise InputError(f"{info.name!r} must have a split train or test.")
     splits = [builder.as_data_source(split) for split in names]
+    is_text = x_name in texts
+    # the others come first, as a title
+    texts = sorted(texts, key=lambda name: name == x_name)
+
+    def read(record: Any) -> Any:
+        return _joined(record[name] for name in texts) if is_text else record[x_name]
+
     rows = [
-        (record[x_name], record[y_name], record.get("coarse_label", -1))
+        (read(record), record[y_name], record.get("coarse_label", -1))
         for split in splits
         for record in celeba.records(split, range(len(split)))
     ]
-    x, y, coarse = (np.asarray(column) for column in zip(*rows, strict=True))
-    if x.dtype == np.uint8 and not isinstance(info.features[x_name], image):
+    inputs, *labels = zip(*rows, strict=True)
+    y, coarse = map(np.asarray, labels)
+    marked = {"texts": np.ones(1, bool)} if is_text else {}
+    if is_text:
+        x = np.frombuffer(_SEPARATOR.join(inputs).encode(), np.uint8)
+    else:
+        x = np.asarray(inputs)
+    image_like = is_text or isinstance(info.features[x_name], image)
+    if x.dtype == np.uint8 and not image_like:
         x = x.astype(np.int32)  # bytes are taken for pixels
     return {
         "x": x,
         "y": y.astype(np.int32),
         "coarse": coarse.astype(np.int32),
         "num_train": np.asarray(len(splits[0])),
+        **marked,
     }
 
 
-def _columns(info: Any) -> tuple[str, str]:
+def _joined(parts: Iterable[Any]) -> str:
+    texts = [x.decode() if isinstance(x, bytes) else str(x) for x in parts]
+    return " ".join(texts).replace(_SEPARATOR, " ")
+
+
+def _split(x: np.ndarray) -> list[str]:
+    return x.tobytes().decode().split(_SEPARATOR)
+
+
+def _columns(info: Any, texts: Sequence[str]) -> tuple[str, str]:
     """Returns the names of a record's input and label."""
     x, y = (info.supervised_keys or ("image", "label"))[:2]
     for name, kinds in ((x, "biuf"), (y, "iu")):
+        if name == x and x in texts:
+            continue
         feature: Any = dict(info.features).get(name)
         shape = getattr(feature, "shape", None)
         fixed = isinstance(shape, tuple) and None not in shape

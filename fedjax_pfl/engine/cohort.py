@@ -35,8 +35,10 @@ from fedjax_pfl.types import (
     Task,
 )
 
-# (key, upload, default) -> upload, such as clipping or noise
-Transform = Callable[[Array, PyTree, PyTree], PyTree]
+# (key, upload, default, client) -> upload, such as clipping or noise
+Transform = Callable[[Array, PyTree, PyTree, Client], PyTree]
+# (uploads [S, ...], shares as of `aggregate.shares`, default) -> their mean
+Combine = Callable[[PyTree, PyTree, PyTree], PyTree]
 # (client, *rows) -> (summed over the clients, not summed)
 Sender = Callable[..., tuple[PyTree, PyTree]]
 
@@ -75,6 +77,7 @@ class Cohort:
         replicated = sharded((ids, active, sizes, counts, total), mesh, P())
         self.ids, self.active, self.sizes, self.class_counts, self.total = replicated
         self.round, self.evaluated = round, evaluated
+        self.metrics = task.metrics
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
@@ -99,6 +102,7 @@ class Cohort:
         weight: PyTree = None,
         default: PyTree,
         phase: int | None = 0,
+        combine: Combine | None = None,
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """See `types.Cohort`."""
         self._once(phase)
@@ -115,6 +119,8 @@ class Cohort:
         shares = sharded(shares, self._mesh, P())
         send = self._sender(default, client, len(self.uploads))
         self.uploads.append([])
+        if combine is not None:
+            return self._combined(send, rows, shares, default, phase, combine)
         if not per_group:
             totals, rest = self._run(send, rows, shares[0], phase)
             total = functools.reduce(trees.add, totals)
@@ -123,6 +129,51 @@ class Cohort:
         totals, rest = self._run(send, rows, joined, phase)
         means = map(aggregate.filled, shares, totals, default.trees)
         return architectures.grouped(list(means)), rest
+
+    def _combined(
+        self,
+        send: Sender,
+        rows: tuple[PyTree, ...],
+        shares: list[PyTree],
+        default: PyTree,
+        phase: int | None,
+        combine: Combine,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns combine(uploads, shares, default) per architecture, and the clients'
+        other results.
+
+        All uploads [S, ...] are held on every device, in the order of the ids.
+        """
+        per_group = architectures.is_grouped(default)
+
+        def keep(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+            upload, rest = send(c, *rows)
+            return (), (Own(upload) if per_group else upload, rest)
+
+        _, (uploads, rest) = self._run(keep, rows, (), phase)
+        uploads = self.replicated(uploads)
+        if not per_group:
+            one = self._one_combined(uploads, self.ids, shares[0], default, combine)
+            return one, rest
+        found = []
+        for g, here in enumerate(slices(self.lengths)):
+            mine = uploads.trees[g], self.ids[here], shares[g], default.trees[g]
+            found.append(self._one_combined(*mine, combine))
+        return architectures.grouped(found), rest
+
+    def _one_combined(
+        self,
+        uploads: PyTree,
+        ids: Array,
+        shares: PyTree,
+        default: PyTree,
+        combine: Combine,
+    ) -> PyTree:
+        order = jnp.argsort(ids)  # no result depends on the order of the cohort
+        stack, each = trees.gather((uploads, shares), order)
+        found = optax.tree.cast_like(combine(stack, each, default), default)
+        contract.check_like("`combine` must keep the upload", default, found)
+        return aggregate.filled(shares, found, default)
 
     def scan(
         self,
@@ -202,7 +253,7 @@ class Cohort:
             if self._transform is not None:
                 stream = keys.fold(self._key, keys.Cohort.UPLOAD, call)
                 key = jax.random.fold_in(stream, c.id)
-                made = self._transform(key, upload, like)
+                made = self._transform(key, upload, like, c)
                 made = optax.tree.cast_like(made, upload)
                 contract.check_like("`transform` must keep the upload", upload, made)
                 upload = made
@@ -225,7 +276,10 @@ class Cohort:
         key = None
         if phase is not None:
             key = jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
-        splits = (data(f.train), data(f.val), data(f.test))
+        train = data(f.train)
+        if self._task.work is not None:
+            train = train._replace(work=self._task.work(id, self.round))
+        splits = (train, data(f.val), data(f.test))
         public = _public(f, self._task, active)
         counts = jnp.where(active, f.class_counts[row], 0)
         model = self._task.models[group]

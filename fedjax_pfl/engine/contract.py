@@ -81,7 +81,7 @@ def check_shapes(
     t = jax.ShapeDtypeStruct((), jnp.int32)
     flag = jax.ShapeDtypeStruct((), bool)
     values = dict.fromkeys(traced, jax.ShapeDtypeStruct((), jnp.result_type(float)))
-    federation = _abstract(task)
+    federation = abstract(task)
     state = jax.eval_shape(init, key, values)
     jax.eval_shape(evaluate, key, values, federation, state, t)
     jax.eval_shape(round, key, values, federation, state, t, flag)
@@ -169,7 +169,7 @@ def check_names(scores: Iterable[str], headline: str) -> None:
         )
 
 
-def _abstract(task: Task) -> Federation:
+def abstract(task: Task) -> Federation:
     """Returns the shapes and types of a federation of the task."""
 
     def array(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -185,7 +185,8 @@ def _abstract(task: Task) -> Federation:
         public = Examples(public, array(public.shape[0]))
     train, val, test = splits
     counts = array(n, task.num_classes)
-    return Federation(Examples(x, array(n)), train, val, test, counts, public)
+    y = array(n, *task.label.shape, dtype=task.label.dtype)
+    return Federation(Examples(x, y), train, val, test, counts, public)
 
 
 def difference(wanted: PyTree, found: PyTree) -> str | None:

@@ -14,13 +14,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import architectures
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import memory, validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, slices
 from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
+
+BLOCK = 2**28  # bytes of the first state that are drawn at once
 
 
 def program(
@@ -51,9 +53,15 @@ def program(
     )
     jit = functools.partial(jax.jit, compiler_options=compiler_options())
     draw = jax.jit(on.draw)
-    draw_all = jax.jit(on.init, compiler_options=init_options())
     train, score = jit(on.train, donate_argnums=3), jit(on.score, static_argnums=6)
     like = jax.eval_shape(on.init, jax.random.key(0), on.traced)
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+    advice = "use a smaller --model or fewer --clients"
+    memory.check(memory.Memory(kept, memory.host_total()), advice)
+    draw_server, draw_rows = (
+        jax.jit(f, static_argnums=3, compiler_options=init_options())
+        for f in (lambda *given: on.init(*given[:2]).server, _rows_of(on.init))
+    )
     segments, slot = slices(on.lengths), architectures.slots(task)
 
     def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
@@ -68,7 +76,15 @@ def program(
         return State(jax.device_put(state.server, everywhere), rows)
 
     def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
-        return place(jax.device_get(draw_all(*_on_cpu((key, traced)))))
+        given = _on_cpu((key, traced))
+        server = jax.device_get(draw_server(*given))
+        rows = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like.clients)
+        # drawn at once, all rows would be in memory twice
+        count = min(n, max(1, BLOCK * n // max(1, kept)))
+        for first in range(0, n, count):
+            block = draw_rows(*given, first, count)
+            jax.tree.map(functools.partial(_fill, first), rows, block)
+        return State(jax.device_put(server, everywhere), rows)
 
     def round(
         key: Array,
@@ -146,6 +162,23 @@ def program(
         task=on_device.task,
         method=on_device.method,
     )
+
+
+def _rows_of(init: Callable[..., State]) -> Callable[..., PyTree]:
+    """Returns (key, traced, first, count) -> `count` rows of State.clients from `first`
+    on, the last ones where there are fewer."""
+
+    def rows(key: Array, traced: Traced, first: Array, count: int) -> PyTree:
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, min(count, len(x)))
+        return jax.tree.map(cut, init(key, traced).clients)
+
+    return rows
+
+
+def _fill(first: int, rows: np.ndarray, block: Array) -> None:
+    """Writes a block of `_rows_of` into its rows."""
+    start = min(first, len(rows) - len(block))
+    rows[start : start + len(block)] = block
 
 
 def _on_cpu(tree: PyTree) -> PyTree:

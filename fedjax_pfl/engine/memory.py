@@ -1,11 +1,15 @@
 """Memory requirement of compiled functions, from XLA's analysis."""
 
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import psutil
 
 from fedjax_pfl.errors import NoRoomError
+
+# the limits of a control group, of both versions
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Memory(NamedTuple):
@@ -24,9 +28,25 @@ def of(executables: list[Any], devices: int = 1) -> Memory:
     """
     peak = max(map(account, executables), default=None)
     if jax.default_backend() == "cpu":
-        return Memory(peak and peak * devices, psutil.virtual_memory().total)
+        return Memory(peak and peak * devices, host_total())
     stats = jax.local_devices()[0].memory_stats() or {}
     return Memory(peak, stats.get("bytes_limit"))
+
+
+def host_total() -> int | None:
+    """Returns the bytes of memory that this process may use: the machine's, or the
+    limit of its control group."""
+    found = [int(x) for x in map(_read, LIMITS) if x.isdecimal()]
+    if hasattr(os, "sysconf"):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(found, default=None)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def account(compiled: Any) -> int:

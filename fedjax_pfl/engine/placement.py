@@ -16,7 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.models.nnx_model import step_flops
 from fedjax_pfl.types import Array, PyTree, State, Task
 
 AXIS = "clients"  # of the mesh
@@ -120,28 +119,17 @@ def slices(lengths: tuple[int, ...]) -> list[slice]:
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
-def relative_operations(task: Task) -> np.ndarray:
-    """Returns the cost of a training step of each architecture, relative to the
-    cheapest, [G] float32."""
-    shape = (task.batch_size, *task.prepared.shape[1:])
-    batch = jax.ShapeDtypeStruct(shape, task.prepared.dtype)
-    count = np.array([step_flops(model, batch) for model in task.models], np.float32)
-    return count / count.min() if count.all() else np.ones_like(count)
-
-
 def placement(task: Task, devices: int) -> Placement | None:
     """Assigns the rows of all clients to the devices by their work; NumPy arrays.
 
-    The work is the number of steps, times the operations of one step where there are
-    several architectures. None on a single device with one architecture: row i is
-    client i's.
+    The work is the number of steps: each architecture is a segment, of which all
+    devices have equally many rows. None on a single device with one architecture: row
+    i is client i's.
     """
     if devices == 1 and len(task.models) == 1:
         return None
     n = task.num_clients
     work = local_training.planned(task, task.sizes)[0].astype(np.float32)
-    if devices > 1 and len(task.models) > 1:
-        work *= relative_operations(task)[task.architecture]
     parts: list[np.ndarray] = []
     load = jnp.zeros(devices)
     for group in range(len(task.models)):

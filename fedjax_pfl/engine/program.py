@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
-from fedjax_pfl.engine import contract, validate
+from fedjax_pfl.engine import contract, exposure, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
@@ -126,8 +126,9 @@ def program(
       width: clients per vmapped batch on each device.
       devices: devices that share the clients of a round (`xla.split_cpu` makes several
         of a CPU).
-      transform: (key, upload, default) -> upload, applied to each client's upload
-        before the server averages it (`types.Cohort.mean`), such as clipping or noise.
+      transform: (key, upload, default, client) -> upload, applied to each client's
+        upload before the server averages it (`types.Cohort.mean`), such as clipping
+        or noise.
       checked: traces one round on shapes alone, to find a method's mistakes early.
 
     Raises:
@@ -147,6 +148,8 @@ def program(
         devices=devices,
         transform=transform,
     )
+    if task.per_example is not None:
+        exposure.check_per_example(parts, factory, task, hparams)
     algorithm, _ = bound(factory, task, hparams, lr_decay)
     found = _program(on, task, devices, algorithm)._replace(method=factory)
     if checked:
@@ -317,7 +320,7 @@ def parts(
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
-        ids, active = sample(stream, task)
+        ids, active = sample(stream, task, t)
         return arrange(task, where, ids, active, devices)
 
     def train(
@@ -357,7 +360,9 @@ def parts(
         method = algorithm(traced, t)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
-            return evaluation.client(c, method.predict(here.server, row, c), checked)
+            return evaluation.client(
+                c, method.predict(here.server, row, c), checked, task.metrics
+            )
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             found = method.score(outputs, y, mask, c)

@@ -25,11 +25,21 @@ class Result(NamedTuple):
     pre: dict[str, np.ndarray] | None
 
 
-def without_padding(metrics: Round, num_clients: int) -> Round:
-    """Returns the metrics of the cohort's clients without padding, by id."""
-    real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
-    rows = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
-    return rows._replace(server=metrics.server)
+def result(
+    t: int,
+    state: State | None,
+    metrics: Round | None,
+    pre: dict[str, np.ndarray] | None,
+    num_clients: int,
+) -> Result:
+    """Returns the Result of round t, of the cohort's clients by id without padding;
+    raises DivergenceError if it is not finite."""
+    if metrics is not None:
+        real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
+        rows = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
+        metrics = rows._replace(server=metrics.server)
+        check_finite(t, metrics)
+    return Result(t, state, metrics, pre)
 
 
 def check_finite(t: int, metrics: Round) -> None:

@@ -13,7 +13,7 @@ from fedjax_pfl.engine import distributed, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
-from fedjax_pfl.engine.results import Result, check_finite, without_padding
+from fedjax_pfl.engine.results import Result, result
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.kernels.platform import platform
@@ -84,7 +84,7 @@ def free_layouts(program: Program, federation: Federation) -> Any:
     if platform() == "cpu" or program.mesh is not None:
         return None
     auto = jax.tree.map(lambda _: Format(Layout.AUTO), federation.examples)
-    rest = [None] * len(Federation._fields)
+    rest: list[Any] = [None] * len(Federation._fields)
     return None, None, Federation(*rest)._replace(examples=auto), *[None] * 4
 
 
@@ -162,10 +162,7 @@ def rounds(
         state_every,
         until,
     ):
-        if metrics is not None:
-            metrics = without_padding(metrics, num_clients)
-            check_finite(t, metrics)
-        yield Result(t, new, metrics, pre)
+        yield result(t, new, metrics, pre, num_clients)
 
 
 def rounds_at_once(
@@ -214,12 +211,10 @@ def rounds_at_once(
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
             try:
-                if mine is not None and i not in failed:
-                    mine = without_padding(mine, num_clients)
-                    check_finite(t, mine)
+                one = failed.get(i) or result(t, new, mine, scores, num_clients)
             except DivergenceError as error:
-                failed[i] = error
-            found.append(failed.get(i) or Result(t, new, mine, scores))
+                one = failed[i] = error
+            found.append(one)
         yield found
 
 

@@ -12,6 +12,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
+from fedjax_pfl.evaluation import METRICS
 from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Task
 
@@ -48,11 +49,16 @@ def task(given: Task) -> Task:
         if getattr(given, name) is not None:
             check(name, getattr(given, name), 0, LARGEST, whole=True)
     sizes = class_counts(given.class_counts, given.num_classes).sum(axis=1)
-    if not np.array_equal(given.sizes, sizes):
+    one_label = given.label.shape == ()
+    if np.shape(given.sizes) != sizes.shape or (
+        one_label and not np.array_equal(given.sizes, sizes)
+    ):
         raise InputError(
             f"`sizes` must equal `class_counts.sum(axis=1)`: {_ONE_SOURCE}."
         )
     optimizer(given.optimizer)
+    for name in given.metrics:
+        choose("metric", name, METRICS)
     return given
 
 
@@ -76,7 +82,7 @@ def model(given: Model, dataset: Dataset) -> None:
             f"`model` must be a Model, got {given!r}: use fedjax_pfl.model(name, "
             "dataset.x.shape[1:], dataset.num_classes)."
         )
-    x, wanted = prepared(dataset), (2, dataset.num_classes)
+    x, wanted = prepared(dataset), (2 * (dataset.positions or 1), dataset.num_classes)
     variables = jax.eval_shape(given.init, jax.random.key(0))
     try:
         logits, _ = jax.eval_shape(given.apply, variables, x)
@@ -207,7 +213,11 @@ def federation(task: Task, given: Federation) -> None:
     batches(task)
     number_of_clients(task, given)
     x, public = given.examples.x, task.public
-    pairs = [("examples", x.shape[1:], x.dtype, task.input)]
+    y = given.examples.y
+    pairs = [
+        ("examples", x.shape[1:], x.dtype, task.input),
+        ("labels", y.shape[1:], y.dtype, task.label),
+    ]
     if public is not None:
         pool = x[:0] if given.public is None else given.public.x
         pairs += [("public examples", pool.shape, pool.dtype, public)]

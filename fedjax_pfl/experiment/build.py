@@ -15,16 +15,26 @@ import optax
 from absl import logging
 from chex import Numeric
 
-from fedjax_pfl import local_training, server_optimizer, simulate, trees, user_code
-from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data import datasets, federate, marks, partitioners, tfds
-from fedjax_pfl.data.partition import (
-    Partition,
-    class_counts,
-    digest,
-    load_file,
-    select,
+from fedjax_pfl import (
+    compression,
+    local_training,
+    server_optimizer,
+    simulate,
+    trees,
+    user_code,
 )
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data import (
+    datasets,
+    federate,
+    images,
+    marks,
+    partitioners,
+    shifts,
+    text as tokens,
+    tfds,
+)
+from fedjax_pfl.data.partition import Partition, digest, flat, select
 from fedjax_pfl.engine import (
     batch,
     distributed,
@@ -33,13 +43,17 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
+from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
+
+OWN_NETWORKS = ("feddva",)  # methods that ignore --model
 
 
 class Unseen(NamedTuple):
@@ -91,6 +105,11 @@ class Experiment:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
 
+    def precision(self) -> Any:
+        """Returns the context in which programs are traced, of matmul_precision."""
+        wanted = self.config.matmul_precision
+        return jax.default_matmul_precision(None if wanted == "default" else wanted)
+
     def on_one_device(self) -> simulate.Program:
         """Returns the program on one device, for the same states by client id."""
         return make_program(self.config.replace(client_memory="device"), self.task)
@@ -98,12 +117,8 @@ class Experiment:
     def state_shapes(self) -> State:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
         program = self.on_one_device()
-        traced = {
-            name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced
-        }
-        return jax.eval_shape(
-            lambda x: program.unplace(program.init(self.key, x)), traced
-        )
+        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
+        return jax.eval_shape(lambda: program.unplace(program.init(self.key, traced)))
 
     def fetch(self, state: State | None) -> State:
         """Returns the state of a result on every host, rows by client id."""
@@ -124,7 +139,12 @@ class Experiment:
             program.place(state),
         )
         given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
-        return lambda x: predict(*given, jnp.asarray(x))
+
+        def run(x: Any) -> PyTree:
+            with self.precision():
+                return predict(*given, jnp.asarray(x))
+
+        return run
 
 
 def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
@@ -138,21 +158,26 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     """
     config = settings.complete(config)
     whole = load_data(config)
-    dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
+    dataset, public = divided(config, whole)
+    unmarked = dataset
     everybody = assign(config, dataset)
     kinds: tuple[str, ...] = ()
     if config.marks:
         dataset, kinds = marks.mark(dataset, everybody, config.seed)
-    shape = dataset.x.shape[1:]
+    if config.shift is not None:
+        dataset = shifts.shift(dataset, everybody, config.shift, config.seed)
     if config.model == "auto":
-        image = len(shape) == 3 and min(shape[:2]) >= 16
-        config = config.replace(model="cnn" if image else "mlp")
+        config = config.replace(model=usual_model(dataset))
     config = config.replace(clients=len(everybody.train))
+    warn_of_data(config, unmarked)
+    _, of = architectures(config.model, len(everybody.train))
+    trained, others = draw_unseen(config, of)
+    if dataset.words is not None:  # the vocabulary of the clients that train
+        own = select(everybody, trained)
+        dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
     task = make_task(config, dataset, everybody)
-    public = load_public(config)
     if public is not None:
         task = simulate.with_public(task, public)
-    trained, others = draw_unseen(config, task.architecture)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
     validate.batches(task)
@@ -179,7 +204,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=factory(task, **hparams).headline,
+        headline=headline(task, factory(task, **hparams)),
         networks=network_names(config, len(everybody.train))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
@@ -193,16 +218,39 @@ _load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
 
 def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
-    own = user_code.named(config.dataset)
-    return _load(config.dataset, config.data_dir, config.seed if own else 0)
+    seed = config.seed if user_code.named(config.dataset) else 0
+    return _load(
+        config.dataset,
+        config.data_dir,
+        seed,
+        tokenizer=config.tokenizer,
+        max_length=config.max_length,
+        image_size=config.image_size,
+    )
+
+
+def usual_model(dataset: datasets.Dataset) -> str:
+    """Returns the network for --model=auto."""
+    shape = dataset.x.shape[1:]
+    if dataset.words is not None:
+        return "fasttext" if dataset.positions is None else "gru"
+    return "cnn" if len(shape) == 3 and min(shape[:2]) >= 16 else "mlp"
+
+
+def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
+    """Logs a warning for each unusual property of the user's own data."""
+    own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
+    names, _ = architectures(config.model, config.clients or 1)
+    as_numbers = not all(map(user_code.named, names))
+    for sentence in datasets.unusual(dataset, as_numbers) if own else ():
+        logging.warning("%s", sentence)
 
 
 def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
-        rows = assign(config, part)
+        rows = assign(config, divided(config, load_data(config))[0])
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
@@ -210,8 +258,6 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
 def assign(config: Config, dataset: datasets.Dataset) -> Partition:
     """Returns the partition of all clients."""
     spec = config.partition
-    if config.clients is None:
-        return load_file(spec.removeprefix("file:"), dataset)
     own = spec.startswith("file:") or user_code.named(spec)
     options = {} if own else {name: getattr(config, name) for name in settings.BY_FILE}
     return partitioners.partition(
@@ -229,9 +275,13 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     rule = optimizer(
         config.optimizer, config.momentum, config.weight_decay, config.clip
     )
+    per_example = None
+    if config.dp == "example":
+        noise = config.dp_noise or 0.0
+        per_example = differential_privacy.per_example(config.dp_clip, noise)
     return simulate.task(
         dataset,
-        class_counts(partition, dataset),
+        partition,
         [models[name] for name in names],
         architecture=of,
         shared=shared,
@@ -243,17 +293,31 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         rounds=config.rounds,
         participation=settings.participation(config.participation),
         drop_last=config.drop_last,
+        augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
+        per_example=per_example,
     )
 
 
 def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
-    """Returns the method's factory, under the server optimizer, and hyperparameters."""
-    factory, hparams = find(config.algo), config.hparams
-    if config.server_optimizer is None:
-        return factory, hparams
-    rate = {server_optimizer.RATE: config.server_lr}
-    return _optimized(factory, config.server_optimizer), hparams | rate
+    """Returns the method's factory, under all options of a run, and hyperparameters."""
+    factory, hparams = find(config.algo), dict(config.hparams)
+    share, attack, scale = settings.attack(config)
+    if config.server_optimizer is not None:
+        factory = _optimized(factory, config.server_optimizer)
+        hparams[server_optimizer.RATE] = config.server_lr
+    if share:
+        factory = _malicious(factory, share, attack, config.seed)
+        hparams["attack_scale"] = scale
+    if (found := settings.compression(config)) is not None:
+        factory = _compressed(factory, *found)
+    if config.aggregate != "mean":
+        factory = _robust(factory, config.aggregate)
+        hparams["malicious_share"] = share or robust.ASSUMED
+    if config.dp in ("client", "adaptive"):
+        factory = _private(factory, config.dp == "adaptive")
+        hparams |= {"dp_noise": config.dp_noise, "dp_clip": config.dp_clip}
+    return factory, hparams
 
 
 @functools.cache  # the same function for runs that are one program
@@ -261,6 +325,20 @@ def _optimized(
     factory: Callable[..., Algorithm], name: str
 ) -> Callable[..., Algorithm]:
     return server_optimizer.optimized(factory, optimizer(name))
+
+
+@functools.cache
+def _malicious(
+    factory: Callable[..., Algorithm], share: float, attack: str, seed: int
+) -> Callable[..., Algorithm]:
+    return attacks.malicious(factory, share, attack, seed=seed)
+
+
+_robust = functools.cache(robust.robust)
+_compressed = functools.cache(compression.compressed)
+_private = functools.cache(
+    lambda factory, adaptive: differential_privacy.private(factory, adaptive=adaptive)
+)
 
 
 def make_program(
@@ -304,13 +382,15 @@ def draw_unseen(config: Config, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
     """Returns `engine.unseen.scorer` of the settings."""
     width = min(int(config.width), len(others.ids))
-    options = {
-        "lr_decay": config.lr_decay,
-        "width": width,
-        "rounds": config.unseen_rounds,
-    }
-    factory, hparams = find(config.algo), config.hparams
-    return unseen.scorer(factory, trained, others.task, hparams, **options)  # type: ignore[arg-type]
+    return unseen.scorer(
+        find(config.algo),
+        trained,
+        others.task,
+        config.hparams,
+        lr_decay=config.lr_decay,
+        width=width,
+        rounds=config.unseen_rounds,
+    )
 
 
 def lay_out(config: Config, task: Task) -> Config:
@@ -325,21 +405,33 @@ def lay_out(config: Config, task: Task) -> Config:
     return config.replace(devices=str(devices), width=str(width))
 
 
-def load_public(config: Config) -> datasets.Dataset | None:
-    """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
+def divided(
+    config: Config, whole: datasets.Dataset
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Returns the clients' data set and the public examples: those of another data set,
+    or training examples of the clients' own that no client gets."""
+    dataset = datasets.subset(whole, config.data_fraction, config.seed)
     if config.public is None:
-        return None
-    name, _, count = config.public.rpartition(":")
-    if not count.isdecimal():
-        name, count = config.public, ""
-    if name == config.dataset:
-        raise InputError(f"--public={config.public} is the data set of the clients.")
-    dataset = datasets.load(name, config.data_dir, config.seed)
-    if not count:
-        return dataset
-    order = np.random.default_rng(config.seed).permutation(len(dataset.y))
-    rows = np.sort(order[: int(count)])
-    return dataset._replace(x=dataset.x[rows], y=dataset.y[rows], num_train=len(rows))
+        return dataset, None
+    head, _, count = config.public.rpartition(":")
+    name = head if count.isdecimal() else config.public
+    rng = np.random.default_rng(config.seed)
+    if name != config.dataset:
+        pool = datasets.load(name, config.data_dir, config.seed)
+        if name == config.public:
+            return dataset, pool
+        rows = np.sort(rng.permutation(len(pool.y))[: int(count)])
+        return dataset, pool.take(rows, len(rows))
+    n = dataset.num_train
+    if name == config.public or not 1 <= int(count) < n:
+        raise InputError(
+            f"--public={config.public} is the data set of the clients: give a number "
+            f"of its {n} training examples, as {name}:1000."
+        )
+    order = rng.permutation(n)
+    rows, rest = np.sort(order[: int(count)]), np.sort(order[int(count) :])
+    kept = np.append(rest, np.arange(n, len(dataset.y)))
+    return dataset.take(kept, len(rest)), dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
@@ -368,7 +460,7 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
 
 def network_names(config: Config, num_clients: int) -> np.ndarray:
     """Returns the short name of each client's network [N]."""
-    if config.algo in settings.OWN_NETWORKS:
+    if config.algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
     names, of = architectures(config.model, num_clients)
     brief = [user_code.short(name) for name in names]
@@ -381,10 +473,15 @@ def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
     example = datasets.prepared(dataset)
     options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
     given = (name, example.shape[1:], dataset.num_classes, *options)
+    more: dict[str, Any] = {
+        "input_dtype": example.dtype,
+        "vocabulary": dataset.vocabulary,
+        "positions": dataset.positions,
+    }
     if not user_code.named(name):
-        return _known(*given, input_dtype=example.dtype)
+        return _known(*given, **more)
     with user_code.blamed("model", name):
-        made = nnx_model.model(*given, input_dtype=example.dtype)
+        made = nnx_model.model(*given, **more)
         validate.model(made, dataset)
     return made
 
@@ -394,11 +491,7 @@ _known = functools.cache(nnx_model.model)  # one trace for all runs of a sweep
 
 def num_parameters(model: Model) -> int:
     """Returns the number of parameters of a network."""
-    return nnx_model.num_parameters(_shapes(model))
-
-
-def _shapes(model: Model) -> PyTree:
-    return jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    return nnx_model.num_parameters(jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def optimizer(
@@ -424,9 +517,10 @@ def optimizer(
 
 def check_growth(e: Experiment, before: int) -> None:
     """Raises InputError if a method has a schedule over the rounds, which grew."""
-    texts, config = set(), e.config.replace(client_memory="device")
-    for rounds in {before, config.rounds}:
-        program = make_program(config, e.task._replace(rounds=rounds))
+    texts = set()
+    for rounds in {before, e.config.rounds}:
+        task = e.task._replace(rounds=rounds)
+        program = dataclasses.replace(e, task=task).on_one_device()
         federation = e.federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1:
@@ -435,19 +529,16 @@ def check_growth(e: Experiment, before: int) -> None:
 
 def digests(e: Experiment) -> dict[str, str]:
     """Returns hashes of the data, the partition, the networks and the user's files."""
-    c, networks = e.config, "\n".join(e.networks).encode()
-    public = (e.public.x, e.public.y) if e.public else ()
-    parts = {
-        "data": (e.dataset.x, e.dataset.y),
-        "public": public,
-        "networks": (networks,),
-    }
-    found = {name: _digest(*arrays) for name, arrays in parts.items()}
+    c, public = e.config, (e.public.x, e.public.y) if e.public else ()
     names, _ = architectures(c.model, len(e.everybody.train))
-    code = user_code.digest(
-        [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
-    )
-    return found | {"partition": digest(e.everybody), "code": code or ""}
+    code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    return {
+        "data": _digest(e.dataset.x, e.dataset.y),
+        "public": _digest(*public),
+        "networks": _digest("\n".join(e.networks).encode()),
+        "partition": digest(e.everybody),
+        "code": user_code.digest(code) or "",
+    }
 
 
 def _digest(*arrays: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import rich.console
 import rich.progress
 from flax.training import early_stopping
@@ -65,12 +66,11 @@ class UnseenClients(Callback):
 
     def __call__(self, result: Result) -> None:
         e = self.experiment
-        if e.unseen is None or result.metrics is not None:
-            return
-        score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
-        server = server_optimizer.plain(e.fetch(result.state).server)
-        given = (e.key, e.unseen.federation, server, np.int32(result.round))
-        self.scores = jax.device_get(score(*given))
+        if e.unseen is not None and result.metrics is None:
+            score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
+            server = server_optimizer.plain(e.fetch(result.state).server)
+            given = (e.key, e.unseen.federation, server, np.int32(result.round))
+            self.scores = jax.device_get(score(*given))
 
 
 class MetricsWriter(Callback):
@@ -90,16 +90,17 @@ class MetricsWriter(Callback):
         more = self._unseen.scores
         scores = metrics.scores(result, more)
         self._remember(scores)
-        row = metrics.row(result, self.experiment, self._latest, more)
-        self.directory.append(row, scores)
+        some = self.experiment.task.participation != (1.0, 1.0)
+        latest = self._latest if some else None
+        self.directory.append(
+            metrics.row(result, self.experiment, latest, more), scores
+        )
 
     def _remember(self, scores: metrics.Row) -> None:
-        if self.experiment.task.participation == (1.0, 1.0):
-            return
         for name, values in scores.get("post", {}).items():
             unknown = np.full(self.experiment.task.num_clients, np.nan, np.float32)
             known = self._latest.setdefault(name, unknown)
-            known[scores["ids"]] = [np.nan if x is None else x for x in values]
+            known[scores["ids"]] = np.array(values, np.float32)  # NaN for None
 
 
 class Interrupt:
@@ -172,7 +173,6 @@ class Checkpointer(Callback):
             status="complete" if last else "interrupted" if signal else "running",
             rounds=done,
             seconds=seconds | {"train": round(self._before + spent, 3)},
-            headline={"score": e.headline[0], "better": e.headline[1]},
             unseen_rounds=e.config.unseen_rounds,
             patience=e.config.patience,
             examples=e.examples,
@@ -189,21 +189,18 @@ class EarlyStopping(Callback):
         self._stop = early_stopping.EarlyStopping(patience=patience - 1)
 
     def start(self, experiment: Experiment, start: int) -> None:
-        self._score, self._way = f"val/{experiment.headline[0]}", experiment.headline[1]
+        score, better = experiment.headline
+        self.experiment, self._score = experiment, f"val/{score}"
+        self._sign = 1 if better == "min" else -1
         if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
-            raise InputError(
-                "--patience needs --val_fraction and --eval_every above 0."
-            )
-        self.experiment = experiment
+            raise InputError("--patience needs --val_fraction and --eval_every.")
         for row in self.directory.rows("metrics.jsonl") if self.directory else ():
             if self._score in row and "loss" in row:
                 self._update(row[self._score])
 
     def _update(self, value: float | None) -> None:
-        if value is None:
-            value = math.inf if self._way == "min" else -math.inf
-        sign = 1 if self._way == "min" else -1
-        self._stop = self._stop.update(sign * value)  # type: ignore[no-untyped-call]
+        cost = math.inf if value is None else self._sign * value
+        self._stop = self._stop.update(cost)  # type: ignore[no-untyped-call]
 
     def __call__(self, result: Result) -> bool:
         found = metrics.points(result).get("val")
@@ -247,33 +244,17 @@ class ProgressBar(Callback):
         self._bar.stop()
 
 
-class Matrices(Callback):
-    """Writes metrics of the server that have axes to matrices/NAME/ROUND.npy."""
-
-    def start(self, experiment: Experiment, start: int) -> None:
-        self._folder = self.directory.path / "matrices"
-        for file in self._folder.glob("*/*.npy"):
-            if int(file.stem) >= start:
-                file.unlink()
-
-    def __call__(self, result: Result) -> None:
-        if result.metrics is None or result.pre is None or jax.process_index():
-            return
-        for name, value in result.metrics.server.items():
-            if np.ndim(value):
-                (self._folder / name).mkdir(parents=True, exist_ok=True)
-                np.save(self._folder / name / f"{result.round:05d}.npy", value)
-
-
 class TensorBoard(Callback):
     """Writes the rows of metrics.jsonl as events: put it after MetricsWriter."""
 
     def start(self, experiment: Experiment, start: int) -> None:
         import tensorboardX
 
-        folder, writes = str(self.directory.path), jax.process_index() == 0
-        options: dict[str, Any] = {"purge_step": start, "write_to_disk": writes}
-        self._writer = tensorboardX.SummaryWriter(folder, **options)
+        self._writer = tensorboardX.SummaryWriter(
+            str(self.directory.path),
+            purge_step=start,
+            write_to_disk=jax.process_index() == 0,
+        )
         self.close = self._writer.close
 
     def __call__(self, result: Result) -> None:
@@ -309,8 +290,6 @@ class ClientTable(Callback):
     def __call__(self, result: Result) -> None:
         if result.metrics is not None or jax.process_index():
             return
-        import pandas as pd
-
         run = results.load(self.directory.path)
         run.metrics.to_csv(run.path / "metrics.csv", index=False)
         rows = run.scores.assign(score=run.scores["point"] + "/" + run.scores["score"])

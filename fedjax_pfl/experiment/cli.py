@@ -1,4 +1,4 @@
-"""Commands: `fedjax-pfl run|sweep|report|plot|export`.
+"""Commands: `fedjax-pfl run|sweep|report|plot|export|reconstruct`.
 
 Exit codes: 0 done; 1 a crash; 2 wrong input, and nothing was compiled; 3 the training
 diverged; 4 a file cannot be written; 128 + n stopped by signal n (130: Ctrl-C).
@@ -34,6 +34,7 @@ COMMANDS = {
     "report": "report:main",
     "plot": "figures:main",
     "export": "export:main",
+    "reconstruct": "reconstruct:main",
 }
 _DEFINE: dict[Any, Callable[..., Any]] = {
     str: flags.DEFINE_string,
@@ -95,9 +96,9 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
         words = values(["", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
         name = error.flagname
-        hyper = any(name in hyperparameters.of(f) for f in ALGORITHMS.values())
         hint = text.hint("flag", name, known)
-        hint = f" Did you mean --hparam={name}=VALUE?" if hyper else hint
+        if any(name in hyperparameters.of(factory) for factory in ALGORITHMS.values()):
+            hint = f" Did you mean --hparam={name}=VALUE?"
         raise InputError(f"Unknown flag --{name}.{hint} --help lists all.") from None
     except (flags.Error, ValueError) as error:
         several = " Lists of values are for `sweep`." if "," in str(error) else ""
@@ -121,19 +122,16 @@ def start(given: Mapping[str, Any]) -> None:
 
 def listing() -> str:
     """Returns all names to choose from, with a line each."""
-    presets = {name: preset.description for name, preset in PRESETS.items()}
     kinds: dict[str, Mapping[str, Any]] = {
         "Methods (--algo)": ALGORITHMS,
         "Data sets (--dataset)": DATASETS,
         "Partitions (--partition)": PARTITIONS,
         "Networks (--model)": MODELS,
-        "Presets (--preset)": presets,
+        "Presets (--preset)": PRESETS,
     }
     lines = []
     for title, known in kinds.items():
-        lines += [title]
-        for name, x in known.items():
-            lines += [f"  {name:<28} {text.summary(x) if callable(x) else x}"]
+        lines += [title, *(f"  {n:<28} {text.summary(x)}" for n, x in known.items())]
     return "\n".join(lines)
 
 
@@ -143,12 +141,10 @@ def describe(name: str) -> str:
         preset = PRESETS[name]
         given = " ".join(f"--{flag}={x}" for flag, x in preset.settings.items())
         return f"{preset.description}\n{given}\n{preset.protocol}"
-    text.choose("method or preset", name, [*ALGORITHMS, *PRESETS])
-    factory = find(name)
-    known = hyperparameters.defaults(factory)
-    given = " ".join(f"--hparam={key}={value}" for key, value in known.items())
+    factory = find(text.choose("method or preset", name, [*ALGORITHMS, *PRESETS]))
+    known = hyperparameters.defaults(factory).items()
     docs = [inspect.getdoc(x) or "" for x in (inspect.getmodule(factory), factory)]
-    return "\n\n".join([*docs, given])
+    return "\n\n".join([*docs, " ".join(f"--hparam={n}={x}" for n, x in known)])
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -178,12 +174,8 @@ def main(command: str | None = None) -> None:
         warnings.simplefilter("ignore")
     logging.set_verbosity(logging.WARNING)
     module, _, name = COMMANDS[command].partition(":")
-
-    def run() -> int:
-        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        return function(argv)
-
-    code = guarded(run)
+    function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    code = guarded(lambda: function(argv))
     if code == INTERRUPTED:  # JAX may crash at the exit of an interrupted compilation
         sys.stdout.flush()
         os._exit(code)

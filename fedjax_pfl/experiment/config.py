@@ -4,8 +4,6 @@
 """
 
 import dataclasses
-import functools
-import inspect
 import json
 import math
 import re
@@ -13,24 +11,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import optax
-from absl import logging
 from annotated_types import Ge, Gt, Interval
 
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.compression import RULES as COMPRESSIONS
+from fedjax_pfl.data import shifts
+from fedjax_pfl.data.datasets import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
+from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
 from fedjax_pfl.models.layers import CONVOLUTIONS
+from fedjax_pfl.privacy import differential_privacy
+from fedjax_pfl.privacy.attacks import ATTACKS
 
 # None where a partition of the user's own decides
-BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client")
-OWN_NETWORKS = ("feddva",)  # methods that ignore --model
+BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client", "min_size")
+# of optax, those that need a learning rate and gradients only, without a key
+OPTIMIZERS = (
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
+    *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "novograd"),
+    *("optimistic_adam", "optimistic_adam_v2", "optimistic_gradient_descent", "radam"),
+    *("rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+)
 _MOST = 2**31 - 1  # rounds are counted in int32
 
 
@@ -53,7 +60,24 @@ class Config:
     )
     dataset: str = _field("digits", "data set, npz:PATH or FILE.py:FUNCTION")
     data_fraction: float = _field(1.0, "stratified fraction of the data set, in (0, 1]")
+    tokenizer: str | None = _field(
+        None, "tokens of texts: word, char or a Hugging Face tokenizer.json"
+    )
+    max_length: Annotated[int, Ge(1)] | None = _field(
+        None, "most tokens of an example (default: 200; of speakers 80)"
+    )
+    image_size: Annotated[int, Ge(1)] | None = _field(
+        None, "pixels per side of images of imagefolder and domains"
+    )
     marks: bool = _field(False, "draw FedDVA's marks: client k has type k mod 4")
+    shift: str | None = _field(
+        None,
+        "change of clients' examples, KIND:V1,V2,... (client i has value i mod their "
+        f"number): {', '.join(SHIFTS)}",
+    )
+    augment: Literal["none", "flip", "crop_flip"] = _field(
+        "none", "augmentation of training images"
+    )
     val_fraction: float | None = _field(
         0.0, "fraction of each client's training examples held out, in [0, 1)"
     )
@@ -61,13 +85,19 @@ class Config:
         "pool", "pool: a quarter of each client's examples; official: the data set's"
     )
     partition: str = _field(
-        "pathological", "assignment of examples, file:PATH or FILE.py:FUNCTION"
+        "pathological",
+        "assignment of examples, natural:COLUMN, file:PATH or FILE.py:FUNCTION",
     )
     alpha: float | None = _field(0.1, "Dirichlet concentration")
     classes_per_client: int | None = _field(
         2, "classes of a client (shards: shards of a client)"
     )
-    clients: int | None = _field(20, "number of clients; file:PATH has its own")
+    min_size: int | None = _field(
+        None, "least examples of a client (default: the partition's own)"
+    )
+    clients: int | None = _field(
+        20, "number of clients; file:PATH and natural:COLUMN have their own"
+    )
     unseen: Annotated[float, Interval(ge=0, lt=1)] = _field(
         0.0, "fraction of clients excluded from training and personalised afterwards"
     )
@@ -80,8 +110,10 @@ class Config:
     rounds: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         100, "communication rounds; may grow when a run resumes"
     )
-    epochs: int | None = _field(1, "local epochs per round")
-    steps: int | None = _field(None, "local steps per round, instead of epochs")
+    epochs: Annotated[int, Ge(1)] | None = _field(1, "local epochs per round")
+    steps: Annotated[int, Ge(1)] | None = _field(
+        None, "local steps per round, instead of epochs"
+    )
     batch_size: int = _field(10, "examples per step")
     lr: float = _field(0.005, "learning rate of the clients")
     lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")
@@ -99,6 +131,31 @@ class Config:
     server_lr: Annotated[float, Gt(0)] | None = _field(
         None, "learning rate of --server_optimizer"
     )
+    aggregate: Literal[
+        "mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+    ] = _field("mean", "rule that the server averages uploads by")
+    compress: str | None = _field(
+        None, "compression of uploads: top_k:FRACTION, qsgd:LEVELS or low_rank:RANK"
+    )
+    malicious: str | None = _field(
+        None,
+        f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(ATTACKS)}",
+    )
+    dp: Literal["client", "adaptive", "example"] | None = _field(
+        None,
+        "differential privacy of clients, with adaptive clipping, or of examples",
+    )
+    dp_noise: Annotated[float, Ge(0)] | None = _field(
+        None, "standard deviation of --dp's noise on a sum, in clipping norms"
+    )
+    dp_epsilon: Annotated[float, Gt(0)] | None = _field(
+        None, "epsilon after all rounds, which sets --dp_noise"
+    )
+    dp_clip: Annotated[float, Gt(0)] = _field(1.0, "clipping norm of --dp")
+    dp_sampling: Literal["fixed", "poisson"] = _field(
+        "fixed", "sampling of clients that the accountant of --dp assumes"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
@@ -112,7 +169,9 @@ class Config:
         None, "small network that all clients exchange (default: the smallest)"
     )
     public: str | None = _field(
-        None, "public examples: a data set, or a number of them, as cifar100:10000"
+        None,
+        "public examples: a data set, or a number of them, as cifar100:10000 (of the "
+        "clients' own data set examples that no client gets)",
     )
     bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
@@ -184,20 +243,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values["epochs" if by_steps else "steps"] = None
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
-    before = base.hparams if base and base.algo == algo else {}
-    if preset and not base:
-        before = preset.hparams.get(algo, {})
-    values["hparams"] = before | typed(find(algo), given.get("hparams", {}))
-    config = complete(Config(**values))
-    for setting, why in without_effect(config).items():
-        if given.get(setting) is not None:
-            _warn(f"--{setting}={given[setting]} has no effect with {why}.")
-    return config
-
-
-@functools.cache  # once for all runs of a sweep
-def _warn(message: str) -> None:
-    logging.warning("%s", message)
+    known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    own = typed(find(algo), given.get("hparams", {}))
+    values["hparams"] = known.get(algo, {}) | own
+    return complete(Config(**values))
 
 
 def _by_partition(
@@ -205,10 +254,12 @@ def _by_partition(
 ) -> dict[str, Any]:
     """Returns the settings that the partition decides."""
     file = spec.startswith("file:")
-    if not file and not user_code.named(spec):
-        text.choose("partition", spec, PARTITIONS)
+    if not (file or user_code.named(spec)):
+        natural = spec.startswith("natural:")
+        text.choose("partition", "natural:COLUMN" if natural else spec, PARTITIONS)
         missing = [name for name in BY_FILE if values.get(name, 0) is None]
-        return {name: getattr(Config, name) for name in missing}
+        own = {"clients": values.get("clients")} if natural else {}
+        return {name: getattr(Config, name) for name in missing} | own
     if unused := [name for name in BY_FILE if given.get(name) is not None]:
         raise InputError(f"--{unused[0]} has no effect with --partition={spec}.")
     return dict.fromkeys(BY_FILE) | ({"clients": given.get("clients")} if file else {})
@@ -226,17 +277,21 @@ def complete(config: Config) -> Config:
     hyperparameters.check(find(config.algo), hparams)
     for name, known in SETTINGS.items():
         hyperparameters.check_value(known, getattr(config, name))
-    if not config.dataset.startswith(("npz:", "tfds:")):
+    if config.shift is not None:
+        shifts.parse(config.shift)
+    if not config.dataset.startswith(PREFIXES):
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
     for name in ("optimizer", "server_optimizer"):
-        if getattr(config, name) is not None:
-            text.choose(name, getattr(config, name), optimizers())
+        text.choose(name, getattr(config, name) or "sgd", OPTIMIZERS)
     if config.momentum and config.optimizer != "sgd":
         raise InputError("--momentum needs --optimizer=sgd.")
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    attack(config)
+    compression(config)
+    config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
@@ -257,7 +312,7 @@ def _typed(known: Hyperparameter, value: Any) -> Any:
             value.lower() == "none" and known.optional and "none" not in known.choices
         )
         value = None if none else parse(known.kind, known.name, value)
-    return value if known.recorded is None else known.recorded.value(value)
+    return value
 
 
 def parse(kind: Any, name: str, value: str) -> Any:
@@ -286,24 +341,6 @@ def read(path: Path) -> Config:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-@functools.cache
-def optimizers() -> tuple[str, ...]:
-    """Returns the optimizers of optax that need a learning rate and gradients only."""
-    found = []
-    for name, thing in vars(optax).items():
-        if not inspect.isfunction(thing) or name.startswith("scale_by"):
-            continue
-        known = inspect.signature(thing).parameters.values()
-        names = [p.name for p in known]
-        needed = {
-            p.name for p in known if p.default is p.empty and p.kind < p.VAR_KEYWORD
-        }
-        if names[:1] == ["learning_rate"] and needed <= {"learning_rate"}:
-            found.append(name)
-    # lbfgs also needs the loss; noisy_sgd keeps one random key for all clients
-    return tuple(name for name in found if name not in ("lbfgs", "noisy_sgd"))
-
-
 def participation(value: str) -> tuple[float, float]:
     """Returns the range of `0.1:1`, or of `0.5` twice the same number."""
     low, _, high = str(value).partition(":")
@@ -312,15 +349,51 @@ def participation(value: str) -> tuple[float, float]:
     )
 
 
-def without_effect(config: Config) -> dict[str, str]:
-    """Returns the settings that have no effect because of others, with the reason."""
-    dirichlet, by = "dirichlet" in config.partition, f"--partition={config.partition}"
-    found = {} if dirichlet else {"alpha": by}
-    if dirichlet or config.partition in ("iid", "round_robin"):
-        found["classes_per_client"] = by
-    if config.algo in OWN_NETWORKS:
-        found |= dict.fromkeys(("compute_dtype", "conv"), f"--algo={config.algo}")
-    return found if config.unseen else found | {"unseen_rounds": "--unseen=0"}
+def attack(config: Config) -> tuple[float, str, float]:
+    """Returns fraction, attack and scale of `0.2:sign_flip` or `0.2:scale:10`.
+
+    Without malicious clients the fraction is 0.
+    """
+    fraction, _, rest = (config.malicious or f"0:{ATTACKS[0]}").partition(":")
+    name, _, scale = rest.partition(":")
+    share = parse(float, "malicious", fraction)
+    check("malicious", share, 0, 1, open_high=True)
+    found = text.choose("attack", name, ATTACKS)
+    return share, found, parse(float, "malicious", scale or "1")
+
+
+def compression(config: Config) -> tuple[str, float] | None:
+    """Returns rule and amount of `top_k:0.01`."""
+    if config.compress is None:
+        return None
+    name, _, amount = config.compress.partition(":")
+    rule = text.choose("compression", name, COMPRESSIONS)
+    return rule, parse(float, "compress", amount)
+
+
+def accounted(config: Config) -> dict[str, Any]:
+    """Returns the arguments of `differential_privacy.epsilon` for clients."""
+    if config.clients is None:
+        raise InputError("--dp_epsilon needs --clients; specify --dp_noise.")
+    n = config.clients - math.floor(config.unseen * config.clients + 0.5)
+    most = max(1, math.floor(participation(config.participation)[1] * n + 1e-9))
+    return {"clients": n, "cohort": most, "sampling": config.dp_sampling}
+
+
+def _with_noise(config: Config) -> Config:
+    """Returns the settings with the noise that --dp_epsilon needs."""
+    if config.dp is None:
+        if config.dp_noise is not None or config.dp_epsilon is not None:
+            raise InputError("--dp_noise and --dp_epsilon need --dp.")
+        return config
+    if config.dp_noise is not None:
+        return config
+    if config.dp_epsilon is None or config.dp == "example":
+        raise InputError(f"--dp={config.dp} needs --dp_noise.")
+    noise = differential_privacy.noise_for(
+        config.dp_epsilon, config.rounds, **accounted(config)
+    )
+    return config.replace(dp_noise=noise)
 
 
 def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
@@ -333,25 +406,12 @@ def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
     hparams = given.get("hparams", {})
     if wanted.get("algo", recorded.algo) == recorded.algo:
         hparams = typed(find(recorded.algo), hparams)
-    check_same(recorded, wanted, hparams)
-    changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
-    return complete(recorded.replace(**changed))
-
-
-def check_same(
-    recorded: Config, wanted: Mapping[str, Any], hparams: Mapping[str, Any]
-) -> None:
-    """Raises InputError unless the recorded run can go on with the wanted settings."""
+    pairs = [(name, getattr(recorded, name), x) for name, x in wanted.items()]
+    pairs += [(f"hparam {n}", recorded.hparams.get(n), x) for n, x in hparams.items()]
     differing = [
-        f"{name} (recorded {getattr(recorded, name)}, now {value})"
-        for name, value in wanted.items()
-        if name not in {*FREE, "rounds"}
-        and not same(name, getattr(recorded, name), value)
-    ]
-    differing += [
-        f"hparam {name} (recorded {recorded.hparams.get(name)}, now {value})"
-        for name, value in hparams.items()
-        if recorded.hparams.get(name) != value
+        f"{name} (recorded {before}, now {now})"
+        for name, before, now in pairs
+        if name not in {*FREE, "rounds"} and not same(name, before, now)
     ]
     if wanted.get("rounds", recorded.rounds) < recorded.rounds:
         differing += [f"rounds (recorded {recorded.rounds}, may only grow)"]
@@ -360,6 +420,8 @@ def check_same(
             f"The recorded run has other settings: {', '.join(differing)}. "
             "Choose another directory."
         )
+    changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
+    return complete(recorded.replace(**changed))
 
 
 def changes(given: Mapping[str, Any]) -> list[str]:
@@ -371,11 +433,10 @@ def changes(given: Mapping[str, Any]) -> list[str]:
 
 def run_name(given: Mapping[str, Any], config: Config, seed: str = "") -> str:
     """Returns ALGO-DATASET-PARTITION-seedK and the user's changes as a file name."""
-    parts = [given["preset"]] if given.get("preset") else []
-    parts += map(user_code.short, (config.algo, config.dataset, config.partition))
-    parts += [seed or f"seed{config.seed}"]
-    parts += [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
-    return file_name(parts)
+    preset = [given["preset"]] if given.get("preset") else []
+    names = map(user_code.short, (config.algo, config.dataset, config.partition))
+    own = [x for x in changes(given) if not x.startswith(("dataset=", "partition="))]
+    return file_name([*preset, *names, seed or f"seed{config.seed}", *own])
 
 
 def file_name(parts: list[str]) -> str:

@@ -1,15 +1,11 @@
 """Figures of runs: `fedjax-pfl plot RUN ... [--output=FOLDER]`.
 
 RUN is a run directory, or the directory of a sweep. Several runs are compared by round,
-by cost, and from the worst client to the best. A single run also has its partition, its
-matrices of client pairs, and the figures of its method, if there is a module
-METHOD_figures with a function `figures(run) -> {name: figure}`.
+by cost, and from the worst client to the best. A single run also has its partition.
 """
 
-import importlib
 import itertools
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +44,7 @@ BY_COST = (
     ("pre", "megabytes", "MB sent and received"),
     ("pre", "seconds", "seconds of training"),
 )
-_CLIENTS, _ROUNDS = 200, 4  # drawn at most of a partition, and of matrices
+_CLIENTS = 200  # drawn at most of a partition
 
 
 def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure, Any]:
@@ -60,11 +56,11 @@ def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure
 def _styles(labels: Iterable[Any]) -> dict[Any, dict[str, Any]]:
     """Returns a colour and a line per label; Local is grey."""
     pairs = itertools.cycle(itertools.product(LINES, PALETTE))
-    styles = {}
-    for label in labels:
-        line, colour = ("-", "#999999") if label == "local" else next(pairs)
-        styles[label] = {"color": colour, "linestyle": line, "linewidth": 1.6}
-    return styles
+    chosen = {x: ("-", "#999999") if x == "local" else next(pairs) for x in labels}
+    return {
+        label: {"color": colour, "linestyle": line, "linewidth": 1.6}
+        for label, (line, colour) in chosen.items()
+    }
 
 
 def _line(axes: Any, x: Any, mean: Any, std: Any, score: str, **style: Any) -> None:
@@ -147,8 +143,8 @@ def clients(runs: Sequence[Run]) -> Figure:
             rows = np.array([scores[point].quantile(shares) for scores in of])
             rows = rows[:, :: 1 if better == "max" else -1]
             spread = rows.std(axis=0, ddof=min(1, len(rows) - 1))
-            x = 100 * shares
-            _line(axes, x, rows.mean(axis=0), spread, score, label=label, **style)
+            mean = rows.mean(axis=0)
+            _line(axes, 100 * shares, mean, spread, score, label=label, **style)
             axes.set(title=_TITLES[point], xlabel="clients from worst to best (%)")
     return _finish(figure, panels[0], f"test {score} of a client")
 
@@ -169,36 +165,6 @@ def partition(class_counts: Any, title: str = "") -> Figure:
     return figure
 
 
-def matrices(run: Run) -> dict[str, Figure]:
-    """Draws a method's matrices of client pairs, such as MNFL's coefficients.
-
-    Up to four rounds share one scale of colours, which leaves out the diagonals.
-    """
-    drawn = {}
-    for folder in sorted((run.path / "matrices").glob("*")):
-        files = sorted(folder.glob("*.npy"))
-        chosen = np.linspace(0, len(files) - 1, min(_ROUNDS, len(files))).round()
-        found = [files[i] for i in chosen.astype(int)]
-        every = np.stack([np.load(file) for file in found])
-        if every.ndim == 3 and every.shape[1] == every.shape[2]:
-            drawn[folder.name] = _heat(every, [int(x.stem) for x in found], folder.name)
-    return drawn
-
-
-def _heat(every: Any, rounds: list[int], name: str) -> Figure:
-    others = every[:, ~np.eye(every.shape[1], dtype=bool)]
-    low, high = np.nanmin(others), np.nanmax(others)
-    high = max(high, low + 0.01 * abs(low))  # rounding is no pattern
-    figure, panels = _panels(len(every), 3.2, 3.6)
-    for axes, matrix, index in zip(panels, every, rounds, strict=True):
-        image = axes.imshow(matrix, cmap="cividis", vmin=low, vmax=high)
-        axes.set(title=f"round {index}", xlabel="client of the column")
-        axes.grid(visible=False)
-    panels[0].set_ylabel("client of the row")
-    figure.colorbar(image, ax=list(panels), extend="both", label=name)
-    return figure
-
-
 def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     """Draws the figures that need nothing but the files of runs: {name: figure}.
 
@@ -208,18 +174,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     same = [run for run in runs if run.headline[0] == score]
     table = results.frame(same)
     found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
-    if len(same) == 1:
-        return {"curves": of_run(same[0])} | found | matrices(same[0])
-    return {"curves": curves(table, score)} | found
-
-
-def of_method(run: Run) -> dict[str, Figure]:
-    """Draws the partition, and a method's own figures; these need the run's data."""
-    algo = run.config["algo"]
-    found = {"partition": partition(run.experiment.task.class_counts)}
-    if algo.isidentifier() and find_spec(name := f"{__package__}.{algo}_figures"):
-        found |= importlib.import_module(name).figures(run)
-    return found
+    drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)
+    return {"curves": drawn} | found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -229,9 +185,11 @@ def main(argv: Sequence[str]) -> int:
     parent = runs[0].path if len(runs) == 1 else runs[0].path.parent
     folder = Path(given.get("output", parent / "figures"))
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (figures, lambda runs: of_method(runs[0]) if len(runs) == 1 else {}):
-        for name, figure in draw(runs).items():
-            figure.savefig(folder / f"{name}.png")
-            figure.savefig(folder / f"{name}.pdf")
-            print(folder / f"{name}.png")
+    drawn = figures(runs)
+    if len(runs) == 1:  # needs the data
+        drawn["partition"] = partition(runs[0].experiment.task.class_counts)
+    for name, figure in drawn.items():
+        figure.savefig(folder / f"{name}.png")
+        figure.savefig(folder / f"{name}.pdf")
+        print(folder / f"{name}.png")
     return 0

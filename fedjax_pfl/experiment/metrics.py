@@ -12,6 +12,7 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.privacy import differential_privacy
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.build import Experiment
@@ -61,49 +62,6 @@ _BASELINES = {
     "acc_groups": "acc_majority",
     "recall_macro": "recall_majority",
 }
-METHODS = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedavg_ft": "FedAvg, fine-tuned",
-    "fedprox": "FedProx",
-    "scaffold": "SCAFFOLD",
-    "per_fedavg": "Per-FedAvg",
-    "pfedme": "pFedMe",
-    "fedper": "FedPer",
-    "fedrep": "FedRep",
-    "lg_fedavg": "LG-FedAvg",
-    "fedbabu": "FedBABU",
-    "fedbn": "FedBN",
-    "fedma": "FedMA",
-    "pfedma": "FedMA, fine-tuned",
-    "fedrod": "FedRoD",
-    "ditto": "Ditto",
-    "apfl": "APFL",
-    "fedamp": "FedAMP",
-    "fedphp": "FedPHP",
-    "fedala": "FedALA",
-    "fedfomo": "FedFomo",
-    "pfedhn": "pFedHN",
-    "mocha": "MOCHA",
-    "fedproto": "FedProto",
-    "fd": "FD",
-    "fml": "FML",
-    "fedkd": "FedKD",
-    "fedapen": "FedAPEN",
-    "mnfl": "MNFL",
-    "mnfl_het": "MNFL",
-    "fedmd": "FedMD",
-    "sim_pfd": "Sim-pFD",
-    "topk_pfd": "TopK-pFD",
-    "feddf": "FedDF",
-    "pfeddf": "FedDF, fine-tuned",
-    "fedem": "FedEM",
-    "fedcp": "FedCP",
-    "feddva": "FedDVA",
-    "pfedc": "pFedC",
-    "privacy_pfedc": "Privacy-pFedC",
-    "pfedafm": "pFedAFM",
-}  # display names
 
 
 def column(name: str) -> tuple[str, str, str] | None:
@@ -187,8 +145,8 @@ def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
     row: Row = {"round": result.round}
     if result.metrics is not None:
         active = result.metrics.active
-        row |= {"ids": result.metrics.ids[active].tolist()}
-        row |= {"loss": _plain(result.metrics.loss[active])}
+        row["ids"] = result.metrics.ids[active].tolist()
+        row["loss"] = _plain(result.metrics.loss[active])
         post = {name: x[active] for name, x in result.metrics.post.items()}
         if any(np.isfinite(x).any() for x in post.values()):
             row["post"] = {name: _plain(x) for name, x in post.items()}
@@ -216,12 +174,13 @@ def row(
     for name, x in (more or {}).items():
         by[name] = (x, e.unseen.partition if e.unseen else e.partition)
     if m is not None:
-        work = [int(x[m.ids[m.active]].sum()) for x in e.planned]
-        found |= {"work/steps": work[0], "work/examples": work[1]}
-        post = {
-            n: np.full(e.task.num_clients, np.nan, x.dtype) for n, x in m.post.items()
-        }
+        if e.config.dp is not None:
+            found["epsilon"] = epsilon(e, result.round + 1)
+        for name, x in zip(("steps", "examples"), e.planned, strict=True):
+            found[f"work/{name}"] = int(x[m.ids[m.active]].sum())
+        post = {}
         for name, x in m.post.items():
+            post[name] = np.full(e.task.num_clients, np.nan, x.dtype)
             post[name][m.ids] = np.where(m.active, x, np.nan)
         by["post"] = (post, e.partition)
         if latest and any(np.isfinite(x).any() for x in post.values()):
@@ -234,6 +193,17 @@ def row(
             if count := int(np.isfinite(x).sum()):
                 found[f"{point}/{name}_clients"] = count
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
+
+
+def epsilon(e: "Experiment", rounds: int) -> float:
+    """Returns the epsilon of an experiment with --dp after some rounds."""
+    noise = e.config.dp_noise or 0.0
+    if e.config.dp == "example":
+        return differential_privacy.example_epsilon(e.task, rounds, noise=noise)
+    n, most = e.task.num_clients, max(e.task.cohort_sizes)
+    return differential_privacy.epsilon(
+        rounds, noise=noise, clients=n, cohort=most, sampling=e.config.dp_sampling
+    )
 
 
 def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:

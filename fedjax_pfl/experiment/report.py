@@ -58,12 +58,12 @@ def tables(
 def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     """Returns one HTML page without links to other files."""
     name, names = runs[0].headline[0], results.labels(runs)
-    rows = results.statistics(results.last(results.frame(runs)), runs[0].headline)
+    rows = results.last(results.frame(runs))
     scores = {names[str(x.path)]: figures.last_scores(x, name) for x in runs}
     clients = pd.concat(scores, names=["method"])
     settings = pd.DataFrame({str(run.path): run.config for run in runs})
     shown = found | {
-        "Scores over clients": rows,
+        "Scores over clients": results.statistics(rows, runs[0].headline),
         "Clients": clients.map(lambda value: metrics.text(name, value)),
         "Settings": settings.astype(str).rename_axis("setting"),
     }
@@ -72,9 +72,11 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
         figure.savefig(file := io.BytesIO(), format="svg")
         drawn[title] = base64.b64encode(file.getvalue()).decode()
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
-    texts = {t: Markup(results.render(table, "html")) for t, table in shown.items()}
-    title = ", ".join(dict.fromkeys(names.values()))
-    return template.render(title=title, tables=texts, figures=drawn)
+    return template.render(
+        title=", ".join(dict.fromkeys(names.values())),
+        tables={t: Markup(results.render(x, "html")) for t, x in shown.items()},
+        figures=drawn,
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,22 +10,21 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find as find_method
+from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets
+from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.types import State
-
-if TYPE_CHECKING:
-    from fedjax_pfl.experiment.build import Experiment
 
 # settings of the data, in which all runs of a comparison are expected to agree
 DATA = (
@@ -70,10 +69,8 @@ class Run:
         return pd.DataFrame(rows, columns=columns).astype({"value": float})
 
     @functools.cached_property
-    def experiment(self) -> "Experiment":
+    def experiment(self) -> Experiment:
         """The experiment of the run; loads its data and builds its networks."""
-        from fedjax_pfl.experiment.build import build
-
         config = RunDirectory(self.path).config
         return build(config.replace(devices="1", client_memory="device"))
 
@@ -168,8 +165,8 @@ def _spent(run: Run) -> pd.DataFrame:
     names = [f"traffic/{name}" for name in _COUNTS]
     more = ["participants", "traffic/encrypted", "work/examples"]
     rows = run.metrics.set_index("round").reindex(columns=[*names, *more]).fillna(0)
-    timed = run.summary.get("timed", run.summary.get("rounds")) or np.nan
-    seconds = run.summary.get("seconds", {}).get("train", np.nan) / timed
+    spent, rounds = run.summary.get("seconds", {}), run.summary.get("rounds")
+    seconds = spent.get("train", np.nan) / (rounds or np.nan)
     table = pd.DataFrame({"completed": (rows["participants"] > 0).astype(int)})
     table["megabytes"] = (4 * rows[names].sum(axis=1) + rows["traffic/encrypted"]) / 1e6
     table["seconds"] = table["completed"] * seconds
@@ -192,15 +189,12 @@ def labels(runs: Sequence[Run]) -> dict[str, str]:
     """
     known = {str(run.path): _settings(run.config) for run in runs}
     skipped = {"algo", "preset", "seed", "eval_every", *FREE}
-    names = dict.fromkeys(n for of in known.values() for n in of)
-    result = {}
+    table, result = pd.DataFrame(known).T.astype(str), {}
     for path, own in known.items():
-        same = [of for of in known.values() if of["algo"] == own["algo"]]
         parts = [user_code.short(own["algo"])]
-        for name in (x for x in names if x not in skipped):
-            others = known.values() if name in DATA else same
-            differs = len({str(of.get(name)) for of in others}) > 1
-            if differs and own.get(name) is not None:
+        same = table[table["algo"] == own["algo"]]
+        for name in (x for x in own if x not in skipped and own[x] is not None):
+            if (table if name in DATA else same)[name].nunique() > 1:
                 parts.append(f"{name.removeprefix('hparams.')}={own[name]}")
         result[path] = ", ".join(parts)
     return result
@@ -311,8 +305,11 @@ def comparison(
         floor = floor.drop_duplicates(["point", "seed"])
         rows = pd.concat([rows, floor.assign(label=FLOOR, score=name)])
     seeds, unit = over_seeds(rows), metrics.label(name)
-    shown = {f"{unit} before": ("pre", "macro"), "worst 10 %": ("pre", "worst10")}
-    shown |= {f"{unit} after": ("post", "macro")}
+    shown = {
+        f"{unit} before": ("pre", "macro"),
+        "worst 10 %": ("pre", "worst10"),
+        f"{unit} after": ("post", "macro"),
+    }
     cells, means = {}, {}
     for label, of in rows.groupby("label", sort=False):
         found = {t: cell(seeds, label, p, name, x) for t, (p, x) in shown.items()}
@@ -341,19 +338,17 @@ def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
     preset = presets.PRESETS.get(run.config.get("preset") or "")
     if preset is None or not (preset.published or preset.cells):
         return {}
-    headline = preset.headline_of(run.config["algo"])
-    measured = cell(seeds, label, *metrics.split(headline))
-    found = {"paper's score": headline, "measured": measured}
-    found |= {"published": presets.published(run.config) or ""}
-    return found | {"not the paper's": deviations(run.config)}
-
-
-def deviations(config: dict[str, Any]) -> str:
-    """Describes in words how a run differs from its preset, see presets.deviations."""
-    defaults = {name: x for name, x in vars(Config()).items() if name not in FREE}
-    if not user_code.named(config["algo"]):
-        defaults["hparams"] = hyperparameters.defaults(find_method(config["algo"]))
-    return presets.deviations(config, defaults)
+    algo, defaults = run.config["algo"], vars(Config())
+    compared = {name: x for name, x in defaults.items() if name not in FREE}
+    if not user_code.named(algo):
+        compared["hparams"] = hyperparameters.defaults(find_method(algo))
+    headline = preset.headline_of(algo)
+    return {
+        "paper's score": headline,
+        "measured": cell(seeds, label, *metrics.split(headline)),
+        "published": presets.published(run.config) or "",
+        "not the paper's": presets.deviations(run.config, compared),
+    }
 
 
 def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
@@ -361,9 +356,11 @@ def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
     spent = rows.groupby("run")[[*COSTS, "examples", "first_examples"]].max()
     ends = dict.fromkeys((spent["completed"].min(), spent["completed"].max()))
     means = spent.mean()
-    cells = {"runs": str(len(spent))} if len(spent) > 1 else {}
+    cells = {"runs": str(len(spent)) if len(spent) > 1 else ""}
     cells |= {title: number(means[name]) for name, title in COSTS.items()}
     cells["rounds"] = " to ".join(map(str, ends))
+    if "epsilon" in run.metrics:
+        cells["epsilon"] = number(run.metrics["epsilon"].max())
     if cost:
         first, later = flops(run)
         total = means["examples"] * later + means["first_examples"] * (first - later)
@@ -376,9 +373,6 @@ def flops(run: Run) -> tuple[float, float]:
 
     Matrix products count 2 per multiply-add. The run's data must be available.
     """
-    from fedjax_pfl.engine.flops import flops_of_step
-    from fedjax_pfl.experiment.build import build, method
-
     e = run.experiment
     factory, hparams = method(e.config)
     plain = build(e.config.replace(conv="matmul")).task
@@ -413,5 +407,4 @@ def render(table: pd.DataFrame, style: str = "markdown") -> str:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Returns a sentence per run that is not complete."""
-    unfinished = [run for run in runs if run.status != "complete"]
-    return [f"{run.path}: {run.status}." for run in unfinished]
+    return [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]

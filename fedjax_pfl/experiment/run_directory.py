@@ -21,7 +21,6 @@ from typing import Any
 
 import filelock
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -36,7 +35,13 @@ from fedjax_pfl.types import PyTree, State
 
 KEEP = 2  # checkpoints
 _ROWS = ("metrics.jsonl", "scores.jsonl")
-_STARTED = {"lock", "partition.npz", "partition.json", "versions.json"}
+_STARTED = {
+    "lock",
+    "partition.npz",
+    "partition.json",
+    "versions.json",
+    "summary.json",
+}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 _OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
@@ -70,8 +75,8 @@ class RunDirectory:
     @property
     def summary(self) -> Row:
         """Returns the content of summary.json, without one an empty dict."""
-        exists = (self.path / "summary.json").is_file()
-        return self.read("summary.json") if exists else {}
+        known = (self.path / "summary.json").is_file()
+        return self.read("summary.json") if known else {}
 
     def lock(self) -> None:
         """Locks the directory; InputError if another process writes it."""
@@ -88,12 +93,10 @@ class RunDirectory:
 
     def check_free(self) -> None:
         """Raises InputError on process 0 unless a new run can begin here."""
-        if not self._writes:
-            return
-        if self.begun:
+        if self._writes and self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
-        found = {file.name for file in self.path.glob("*")}
-        if self.path.is_file() or found - _STARTED:
+        found = {file.name for file in self.path.glob("*")} - _STARTED
+        if self._writes and (found or self.path.is_file()):
             raise InputError(f"{self.path} is not an empty directory.")
 
     def open(self, experiment: Experiment) -> tuple[int, State | None]:
@@ -111,12 +114,15 @@ class RunDirectory:
         if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
-        more = {"moved": e.everybody.moved, "marks": e.marks}
-        more["unseen"] = e.unseen.ids.tolist() if e.unseen else []
+        away = e.unseen.ids.tolist() if e.unseen else []
+        more = {"moved": e.everybody.moved, "marks": e.marks, "unseen": away}
         self.write("partition.json", hashes | more)
         self.write("versions.json", now)
         if self._writes:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
+        if e.dataset.words is not None:
+            self.write("vocabulary.json", e.dataset.words)
+        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
         self.write("config.json", vars(e.config))
         return 0, None
 
@@ -181,11 +187,9 @@ class RunDirectory:
         for name in _ROWS:
             with open(self.path / name, "a") as file:
                 os.fsync(file.fileno())
-        named = _named(_without_keys(state))
-        leaves = {name: np.asarray(x) for name, x in named if x.size}
-        leaves = leaves or {"empty": np.zeros(1)}  # orbax refuses an empty tree
         try:
-            self._checkpoints.save(step, args=ocp().args.StandardSave(leaves))
+            args = ocp().args.StandardSave(_sized(state))
+            self._checkpoints.save(step, args=args)
         except ValueError as error:  # of tensorstore on a full disk
             raise OSError(f"{self.path}: {str(error)[:200]}") from error
 
@@ -196,18 +200,18 @@ class RunDirectory:
         if step is None:
             return 0, None
         like = experiment.state_shapes()
-        wanted = jax.eval_shape(_without_keys, like)
+        wanted = jax.eval_shape(_sized, like)
         try:
-            found = self._checkpoints.restore(step, args=ocp().args.StandardRestore())
-            leaves = [
-                np.asarray(found[name] if x.size else np.zeros(x.shape, x.dtype))
-                for name, x in _named(wanted)
-            ]
-            state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-            return step, jax.tree.map(_restored, like, wanted, state)
+            args = ocp().args.StandardRestore(wanted)
+            found = self._checkpoints.restore(step, args=args)
         except Exception as error:  # of many types in orbax and tensorstore
             path, why = self.path / "checkpoints" / str(step), str(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        return step, jax.tree.map(
+            lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
+            like,
+            found,
+        )
 
     @functools.cached_property
     def _checkpoints(self) -> Any:
@@ -252,36 +256,15 @@ def ocp() -> Any:
     return importlib.import_module("orbax.checkpoint")
 
 
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, as /server/body/kernel."""
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return [(f"/{name(path)}", x) for path, x in jax.tree.leaves_with_path(tree)]
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _without_keys(tree: PyTree) -> PyTree:
-    """Returns the tree with random keys as arrays of their data."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _restored(x: Any, wanted: Any, found: np.ndarray) -> Any:
-    """Returns a stored array as the leaf x; ValueError if shape or dtype differ."""
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise ValueError(f"{found.shape} {found.dtype} is not {wanted}")
-    if not _is_key(x):
-        return found
-    impl = jax.random.key_impl(jnp.empty((), x.dtype))
-    return jax.random.wrap_key_data(jnp.asarray(found), impl=impl)
+def _sized(tree: PyTree) -> PyTree:
+    """Returns the tree with one element in empty leaves, which orbax refuses."""
+    return jax.tree.map(lambda x: x if x.size else np.zeros(1, bool), tree)
 
 
 def versions() -> Row:
     """Returns software, options of JAX, device and revision, which decide last bits."""
-    folder = str(Path(fedjax_pfl.__file__).parent)
-    command = ["git", "-C", folder, "describe", "--always", "--dirty"]
-    git = ""
+    git, folder = "", Path(fedjax_pfl.__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
         git = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     kind = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"

@@ -80,11 +80,11 @@ def run(argv: Sequence[str]) -> int:
         return run_one(user, given.get("workdir"), given.get("resume", False))
     config = settings.resolve(user)
     name = settings.run_name(user, config, "seeds")
-    root = Path(given.get("workdir") or f"runs/{name}")
-    found = []
-    for seed in range(config.seed, config.seed + given["seeds"]):
-        directory = RunDirectory(root / f"seed{seed}")
-        found.append(Member(config.replace(seed=seed), directory))
+    root = Path(given.get("workdir", f"runs/{name}"))
+    found = [
+        Member(config.replace(seed=seed), RunDirectory(root / f"seed{seed}"))
+        for seed in range(config.seed, config.seed + given["seeds"])
+    ]
     return run_all(found, given.get("runs_at_once", "auto"))
 
 
@@ -92,11 +92,9 @@ def sweep(argv: Sequence[str]) -> int:
     """Runs the command `sweep` and returns its exit code."""
     parsed = cli.parse(argv, SWEEP_FLAGS, __doc__ or "")
     given, user, by = parsed.given, parsed.settings(), parsed.given.get("select")
-    name = [
-        user.get("preset") or user.get("dataset", "digits"),
-        *settings.changes(user),
-    ]
-    root = Path(given.get("root") or f"runs/{settings.file_name(name)}")
+    name = user.get("preset") or user.get("dataset", "digits")
+    name = settings.file_name([name, *settings.changes(user)])
+    root = Path(given.get("root", f"runs/{name}"))
     found = members(user, root, given.get("seeds"))
     if by and not (by.startswith("val/") and all(m.config.val_fraction for m in found)):
         raise InputError("--select needs a validation score, val/NAME, --val_fraction.")
@@ -130,14 +128,14 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
             user = dict(zip([*own, "seed"], values, strict=True)) | {"algo": algo}
             several = [name for name in own if len(own[name]) > 1]
             words = [f"{x.removeprefix('hparam.')}={user[x]}" for x in several]
-            hparams = {x: user.pop(x) for x in own if x.startswith("hparam.")}
-            user["hparams"] = {x.removeprefix("hparam."): y for x, y in hparams.items()}
-            words = [user_code.short(algo), *words, f"seed{user['seed']}"]
-            name = settings.file_name(words)
+            name = settings.file_name(
+                [user_code.short(algo), *words, f"seed{user['seed']}"]
+            )
             if name in found:
                 raise InputError(f"Two runs would be {name}: list each value once.")
-            directory = RunDirectory(root / name)
-            found[name] = Member(settings.resolve(user), directory)
+            chosen = [x for x in own if x.startswith("hparam.")]
+            user["hparams"] = {x.removeprefix("hparam."): user.pop(x) for x in chosen}
+            found[name] = Member(settings.resolve(user), RunDirectory(root / name))
     return list(found.values())
 
 
@@ -145,7 +143,8 @@ def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of a setting."""
     if name == "config" or isinstance(value, bool):
         return [value]
-    found = _split(value, name in _NAMES or _is_named(Config, name))
+    commas = name in _NAMES or _is_named(Config, name)
+    found = _split(value, commas and not str(value).startswith("domains:"))
     if len(found) > 1 and name in {*FREE, "preset"}:
         raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found
@@ -175,10 +174,8 @@ def run_all(
     """
 
     def line(directory: RunDirectory) -> str:
-        name, found = (
-            directory.summary["headline"]["score"],
-            directory.summary["scores"],
-        )
+        found = directory.summary["scores"]
+        name = directory.summary["headline"]["score"]
         columns = [by] if by else [f"pre/{name}", f"post/{name}"]
         return ", ".join(f"{x} {found.get(x, np.nan):.4f}" for x in columns)
 
@@ -188,12 +185,11 @@ def run_all(
     while left:
         group = left.pop(0)
         kind = _kind(group[0].config)
+        same = [x.config for x in found if _kind(x.config) == kind]
         if kind not in rooms:
-            same = [x.config for x in found if _kind(x.config) == kind]
             rooms[kind] = room(same) if len(same) > 1 else federate.ROOM
         try:
-            configs = [member.config for member in group]
-            directories = [member.directory for member in group]
+            configs, directories = zip(*group, strict=True)
             codes.append(execute(directories, configs, rooms[kind], line, by is None))
         except InputError as error:
             print(error, file=sys.stderr)
@@ -201,22 +197,17 @@ def run_all(
             left = [[member] for member in group if len(group) > 1] + left
         if codes[-1] >= 128:
             return codes[-1]
-    done = [
-        member.directory
-        for member in found
-        if complete(member.directory, member.config)
-    ]
+    done = [results.load(x.path) for config, x in found if complete(x, config)]
     if done and jax.process_index() == 0:
-        show([results.load(directory.path) for directory in done], by)
+        show(done, by)
     return next(filter(None, codes), 0)
 
 
 def _resumed(member: Member) -> Config:
     """Returns the settings to go on with; InputError if the run is another one."""
-    if not member.directory.begun:
-        return member.config
-    wanted = {n: x for n, x in vars(member.config).items() if n != "clients" or x}
-    return settings.resumed(member.directory.config, wanted)
+    config, directory = member
+    wanted = {n: x for n, x in vars(config).items() if n != "clients" or x}
+    return settings.resumed(directory.config, wanted) if directory.begun else config
 
 
 def _groups(found: Sequence[Member], at_once: str) -> list[list[Member]]:

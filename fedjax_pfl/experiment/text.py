@@ -1,7 +1,7 @@
 """Names with a hint, and numbers with their nouns."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fedjax_pfl import user_code
@@ -48,10 +48,6 @@ ALIASES: dict[str, dict[str, str]] = {
         "finetune": "fedavg_ft",
         "fml": "mutual learning, listed by --list",
         "perfedavg": "per_fedavg",
-        "moon": "",
-        "fedgen": "",
-        "feddyn": "",
-        "fedpac": "",
     },
     "dataset": {
         "femnist": "",
@@ -97,7 +93,9 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def summary(function: Callable[..., Any]) -> str:
-    """Returns the first sentence of a docstring in one line."""
-    paragraph = (inspect.getdoc(function) or "").split("\n\n")[0]
+def summary(thing: Any) -> str:
+    """Returns a text, a preset's description, or the first sentence of a docstring."""
+    if isinstance(known := getattr(thing, "description", thing), str):
+        return known
+    paragraph = (inspect.getdoc(thing) or "").split("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].rstrip(".")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import simulate
-from fedjax_pfl.data import federate
+from fedjax_pfl.data import datasets, federate
 from fedjax_pfl.engine import memory
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.experiment import (
@@ -21,7 +21,7 @@ from fedjax_pfl.experiment import (
     results,
     text,
 )
-from fedjax_pfl.experiment.build import Experiment, build, method, num_parameters
+from fedjax_pfl.experiment.build import Experiment, build, num_parameters
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.types import Array, Federation, State
 
@@ -127,7 +127,7 @@ def compiled(experiments: Sequence[Experiment]) -> simulate.Compiled:
       InputError: the experiments differ in more than traced values.
     """
     config = experiments[0].config
-    with _precision(config):
+    with experiments[0].precision():
         functions = simulate.compiled(
             *_arguments(experiments),
             eval_every=config.eval_every,
@@ -154,15 +154,15 @@ def _options(
     experiments: Sequence[Experiment], start: int, states: Sequence[State]
 ) -> dict[str, Any]:
     """Returns the other arguments of `simulate.rounds`."""
+    state = None
+    if start:
+        pairs = zip(experiments, states, strict=True)
+        placed = [each.program.place(state) for each, state in pairs]
+        several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *placed)
+        state = several if len(placed) > 1 else placed[0]
     c = experiments[0].config
     options = {"rounds": c.rounds, "eval_every": c.eval_every, "start": start}
-    options["state_every"] = c.checkpoint_every
-    if not start:
-        return options
-    pairs = zip(experiments, states, strict=True)
-    placed = [each.program.place(state) for each, state in pairs]
-    several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *placed)
-    return options | {"state": placed[0] if len(placed) == 1 else several}
+    return options | {"state_every": c.checkpoint_every, "state": state}
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def _started(
     callbacks: Sequence[Sequence[Any]], experiments: Sequence[Experiment], start: int
 ) -> Iterator[None]:
     """Calls `start` of all callbacks, and `close` in the end."""
-    with contextlib.ExitStack() as stack, _precision(experiments[0].config):
+    with contextlib.ExitStack() as stack, experiments[0].precision():
         for own, experiment in zip(callbacks, experiments, strict=True):
             for callback in own:
                 if hasattr(callback, "start"):
@@ -178,12 +178,6 @@ def _started(
                 if hasattr(callback, "close"):
                     stack.callback(callback.close)
         yield
-
-
-def _precision(config: settings.Config) -> Any:
-    """Returns the context in which programs are traced."""
-    wanted = config.matmul_precision
-    return jax.default_matmul_precision(None if wanted == "default" else wanted)
 
 
 def run(given: Mapping[str, Any], workdir: str | None, resume: bool = False) -> int:
@@ -227,24 +221,33 @@ def execute(
     Raises:
       InputError: the settings are wrong, or several are not one program.
     """
-    show = (show or closing) if jax.process_index() == 0 else str
+    failed: dict[int, DivergenceError] = {}
     with contextlib.ExitStack() as stack:
         for directory in directories:
             directory.lock()
             stack.callback(directory.unlock)
-        if all(map(complete, directories, configs)):
-            say(*map(show, directories))
-            return 0
-        return _execute(directories, configs, room, show, progress)
+        if not all(map(complete, directories, configs)):
+            try:
+                failed = _execute(directories, configs, room, progress)
+            except standard.Stopped as stopped:
+                say(f"Stopped; --resume --workdir={directories[0].path} continues.")
+                return 128 + int(stopped.args[0])
+        for i, directory in enumerate(directories):
+            if i in failed:
+                directory.summarize(status="diverged")
+                print(f"{directory.path}: {failed[i]}", file=sys.stderr)
+            elif jax.process_index() == 0:
+                say((show or closing)(directory))
+    return DIVERGED if failed else 0
 
 
 def _execute(
     directories: Sequence[RunDirectory],
     configs: Sequence[settings.Config],
     room: Sequence[int],
-    show: Callable[[RunDirectory], str],
     progress: bool,
-) -> int:
+) -> dict[int, DivergenceError]:
+    """Returns the errors of the runs that diverged, by index."""
     experiments = build_at_once(configs, room)
     pairs = zip(directories, experiments, strict=True)
     opened = [directory.open(experiment) for directory, experiment in pairs]
@@ -257,41 +260,18 @@ def _execute(
     spent = round(time.perf_counter() - begin, 3)
     interrupt = standard.Interrupt()
     each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
-    each[0] += [interrupt]
-    each[0] += [standard.ProgressBar()] if progress else []
+    each[0] += [interrupt, standard.ProgressBar()] if progress else [interrupt]
     for directory in directories:
         seconds = directory.summary.get("seconds", {})
         directory.summarize(status="running", seconds=seconds | {"compile": spent})
-    failed: dict[int, DivergenceError] = {}
+    given: dict[str, Any] = {"start": start, "functions": functions}
+    if len(experiments) > 1:
+        return train_at_once(experiments, each, states=states, **given)
     try:
-        if len(experiments) > 1:
-            given: dict[str, Any] = {"states": states, "functions": functions}
-            failed = train_at_once(experiments, each, start=start, **given)
-        else:
-            given = {"state": states[0] if states else None, "functions": functions}
-            train(experiments[0], each[0], start=start, **given)
+        train(experiments[0], each[0], state=states[0] if states else None, **given)
     except DivergenceError as error:
-        failed = {0: error}
-    except standard.Stopped as stopped:
-        say(f"Stopped; --resume --workdir={directories[0].path} continues.")
-        return 128 + int(stopped.args[0])
-    for i, directory in enumerate(directories):
-        if i in failed:
-            directory.summarize(status="diverged")
-            print(f"{directory.path}: {failed[i]}", file=sys.stderr)
-        else:
-            say(show(directory), *idle(experiments[i], directory.last))
-    return DIVERGED if failed else 0
-
-
-def idle(e: Experiment, last: metrics.Row) -> Iterator[str]:
-    """Yields a note per part of the method that had no effect in the last round."""
-    factory, hparams = method(e.config)
-    for part in factory(e.task, **hparams).idle:
-        found = [last.get(part.metric + end) for end in ("", "/min", "/max")]
-        far = [abs(x - part.at) for x in found if x is not None]
-        if far and max(far) < part.within:
-            yield f"Note: {part.metric} ended at {part.at:g}. {part.what}"
+        return {0: error}
+    return {}
 
 
 def standard_callbacks(
@@ -306,8 +286,7 @@ def standard_callbacks(
     found += [standard.WandB(directory)] if config.wandb else []
     if config.patience:
         found.append(standard.EarlyStopping(config.patience, directory))
-    tables = [standard.Matrices, standard.ClientTable, standard.Curves]
-    found += [callback(directory) for callback in tables]
+    found += [standard.ClientTable(directory), standard.Curves(directory)]
     every = config.checkpoint_every
     return [*found, standard.Checkpointer(directory, every, interrupt)]
 
@@ -319,7 +298,9 @@ def complete(directory: RunDirectory, config: settings.Config) -> bool:
         return False
     if config.unseen and found["unseen_rounds"] != config.unseen_rounds:
         return False
-    return found["rounds"] >= config.rounds or found["patience"] == config.patience > 0
+    if found["rounds"] < directory.config.rounds:
+        return found["patience"] == config.patience
+    return found["rounds"] >= config.rounds
 
 
 def say(*messages: str) -> None:
@@ -329,7 +310,7 @@ def say(*messages: str) -> None:
 
 
 def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
-    """Returns two lines about experiments that begin."""
+    """Returns three lines about experiments that begin."""
     c, n = e.config, e.examples
     part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
     sizes = ", ".join(f"{num_parameters(model):,}" for model in e.task.models)
@@ -338,6 +319,7 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
         f"{c.algo} on {c.dataset}{part}: {text.plural(e.task.num_clients, 'client')} "
         f"({c.partition}), {c.model} with {sizes} parameters, "
         f"{text.plural(c.rounds, 'round')} of {work}\n"
+        f"{datasets.describe(e.dataset)}\n"
         f"{', '.join(str(directory.path) for directory in directories)}: "
         f"width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
     )
@@ -351,6 +333,5 @@ def closing(directory: RunDirectory) -> str:
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]
-    parts = [f"{title}: {costs.iloc[0][title]}" for title in kept]
-    more = f"All results: fedjax-pfl report {directory.path}"
-    return f"\n{shown}\n{'; '.join(parts)}\n{more}"
+    parts = "; ".join(f"{title}: {costs.iloc[0][title]}" for title in kept)
+    return f"\n{shown}\n{parts}\nAll results: fedjax-pfl report {directory.path}"

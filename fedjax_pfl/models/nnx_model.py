@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from fedjax_pfl import trees, user_code
 from fedjax_pfl.errors import InputError, check, check_shape, choose
@@ -47,8 +47,9 @@ def network(
       A Network; its variables are nested dicts with string keys.
 
     Raises:
-      InputError: the module keeps state other than parameters and running statistics,
-        or has a batch norm that is not `layers.BatchNorm` or does not get `mask`.
+      InputError: the module keeps state other than parameters, running statistics,
+        random streams and caches, which each call makes anew, or has a batch norm that
+        is not `layers.BatchNorm` or does not get `mask`.
     """
     _check_options(bn_stats, conv, compute_dtype)
 
@@ -92,6 +93,8 @@ def model(
     compute_dtype: str = "float32",
     features: int | None = None,
     input_dtype: Any = jnp.float32,
+    vocabulary: int | None = None,
+    positions: int | None = None,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -113,7 +116,12 @@ def model(
       features: K, where it is not the network's own: its features are pooled to as
         many, and the head is a new one (`widened`).
       input_dtype: of a prepared example, such as jnp.int32 for tokens (on the command
-        line it is that of the data); networks of MODELS take integers as float32.
+        line it is that of the data); networks of MODELS without a vocabulary take
+        integers as float32.
+      vocabulary: number of tokens, for a factory with a keyword argument of this name
+        (`Dataset.vocabulary`).
+      positions: labels per example L, likewise (`Dataset.positions`). Features are then
+        [B L, K], or [B, L, K] of the body, and outputs [B L, C].
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the
@@ -128,7 +136,11 @@ def model(
     check("num_classes", num_classes, 1, math.inf, whole=True)
     _check_options(bn_stats, conv, compute_dtype)
     built_in = isinstance(factory, str) and not user_code.named(factory)
-    make = _maker(factory, input_shape, num_classes)
+    more = {"vocabulary": vocabulary, "positions": positions}
+    make = _maker(factory, input_shape, num_classes, more)
+    built_in = built_in and "vocabulary" not in user_code.parameters(
+        MODELS[str(factory)]
+    )
     if built_in and jnp.issubdtype(input_dtype, jnp.integer):
         input_dtype = jnp.float32
     example = jax.ShapeDtypeStruct((2, *input_shape), input_dtype)
@@ -155,7 +167,10 @@ def model(
     ) -> tuple[Array, PyTree]:
         if built_in and jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.float32)
-        return run(variables["body"], variables["stats"], x, mask, train, key)
+        h, stats = run(variables["body"], variables["stats"], x, mask, train, key)
+        if positions is not None and getattr(h, "ndim", 0) == 3:
+            h = h.reshape(-1, h.shape[-1])
+        return h, stats
 
     def apply(
         variables: PyTree,
@@ -168,7 +183,11 @@ def model(
         return head(variables["head"], h), stats
 
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
-    _check_features(template, h)
+    if getattr(h, "shape", ())[:1] != (2 * (positions or 1),) or len(h.shape) < 2:
+        raise InputError(
+            f"{type(template).__name__}.body must return one array [B, K], got {h} for "
+            "a batch of 2."
+        )
     return Model(
         _drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1]
     )
@@ -181,9 +200,13 @@ def _check_options(bn_stats: str, conv: str, compute_dtype: str) -> None:
 
 
 def _maker(
-    factory: Factory | str, input_shape: tuple[int, ...], num_classes: int
+    factory: Factory | str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    more: dict[str, Any],
 ) -> Callable[[nnx.Rngs], Any]:
-    """The factory, or the one of a name, as a function of `rngs`."""
+    """The factory, or the one of a name, as a function of `rngs`; it gets those of
+    `more` that it names."""
     name: str = getattr(factory, "__name__", str(factory))
     own = isinstance(factory, str) and user_code.named(factory)
     if own:
@@ -194,6 +217,8 @@ def _maker(
 
     def make(rngs: nnx.Rngs) -> Any:
         given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}
+        known = user_code.parameters(function)
+        given |= {key: value for key, value in more.items() if key in known}
         build = user_code.bound(function, "model", name, **given)
         with user_code.blamed("model", name) if own else contextlib.nullcontext():
             return build()
@@ -211,7 +236,9 @@ def _apply(
     template: nnx.Module, conv: str, dtype: str
 ) -> Callable[..., tuple[Any, PyTree]]:
     """A module as a function of (parameters, statistics, x, mask, train, key)."""
-    graph, param_state, stat_state = nnx.split(template, nnx.Param, nnx.BatchStat)  # type: ignore[misc]  # its results are of unknown number
+    graph, param_state, stat_state, other = nnx.split(  # type: ignore[misc]  # its results are of unknown number
+        template, nnx.Param, nnx.BatchStat, ...
+    )
     accepted = set(inspect.signature(template.__call__).parameters) & {
         "mask",
         "train",
@@ -234,7 +261,12 @@ def _apply(
                 a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
             )
             params, x = jax.tree.map(lower, (params, x))
-        module = nnx.merge(graph, _fill(param_state, params), _fill(stat_state, stats))
+        filled = (_fill(param_state, params), _fill(stat_state, stats))
+        module = nnx.merge(graph, *filled, _renewed(other, key))
+        if train:
+            module.train()
+        else:
+            module.eval()
         with layers.convolution(conv), layers.padded(mask):
             out = module(x, **{name: kwargs[name] for name in accepted})
         if dtype != "float32":
@@ -245,11 +277,13 @@ def _apply(
 
 
 def _head(template: nnx.Module, conv: str) -> Callable[[PyTree, Array], Array]:
-    graph, state = nnx.split(template, nnx.Param)
+    graph, state, other = nnx.split(template, nnx.Param, ...)  # type: ignore[misc]
 
     def head(variables: PyTree, h: Array) -> Array:
+        module = nnx.merge(graph, _fill(state, variables), _renewed(other, None))
+        module.eval()
         with layers.convolution(conv):
-            return nnx.merge(graph, _fill(state, variables))(h)
+            return module(h)
 
     return head
 
@@ -303,6 +337,21 @@ def _fill(template: nnx.State[Any, Any], tree: PyTree) -> nnx.State[Any, Any]:
     flat = nnx.to_flat_state(template)
     return nnx.from_flat_state(
         [(path, variable.replace(values[_named(path)])) for path, variable in flat]
+    )
+
+
+def _renewed(template: nnx.State[Any, Any], key: Array | None) -> nnx.State[Any, Any]:
+    """The state of a call that is not kept: random streams of `key`, empty caches."""
+
+    def value(i: int, variable: nnx.Variable[Any]) -> Array:
+        if isinstance(variable, nnx.RngKey):
+            return jax.random.fold_in(jax.random.key(0) if key is None else key, i)
+        like = variable.get_value()
+        return jnp.zeros(like.shape, like.dtype)
+
+    flat = list(nnx.to_flat_state(template))
+    return nnx.from_flat_state(
+        [(path, x.replace(value(i, x))) for i, (path, x) in enumerate(flat)]
     )
 
 
@@ -399,13 +448,15 @@ def _check_variables(module: nnx.Module, *parts: str) -> None:
                     f"{full} must not be an array. Make constants in `__call__`."
                 )
     for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if isinstance(variable, nnx.RngState | nnx.Cache):  # renewed at each call
+            continue
         known = isinstance(variable, nnx.Param | nnx.BatchStat)
         if not known or (parts and path[0] not in parts):
             where = f" of {' or '.join(parts)}" if parts else ""
             raise InputError(
                 f"{type(module).__name__}.{'.'.join(map(str, path))} must be a "
                 f"parameter or a running statistic{where}, got "
-                f"{type(variable).__name__}. Dropout takes `rngs` when called."
+                f"{type(variable).__name__}. Make it an nnx.Param or nnx.BatchStat."
             )
 
 
@@ -421,14 +472,6 @@ def _check_parts(module: Any) -> None:
     _check_variables(module, "body", "head")
 
 
-def _check_features(module: Any, h: Any) -> None:
-    if getattr(h, "shape", ())[:1] != (2,) or len(h.shape) < 2:
-        raise InputError(
-            f"{type(module).__name__}.body must return one array [B, K], got {h} for a "
-            "batch of 2."
-        )
-
-
 _NEEDS: dict[str, tuple[type[nnx.Module], tuple[str, ...]]] = {
     "batch norm": (nnx.BatchNorm, ("mask", "train")),
     "dropout": (nnx.Dropout, ("rngs",)),
@@ -439,7 +482,11 @@ def _check_call(module: nnx.Module) -> None:
     """Raises InputError for batch norm or dropout in a module whose `__call__` does not
     take their arguments."""
     taken = set(inspect.signature(module.__call__).parameters)
-    held = [part for _, part in nnx.iter_modules(module) if getattr(part, "rate", 1)]
+    held = [
+        part
+        for _, part in nnx.iter_modules(module)
+        if getattr(part, "rate", 1) and getattr(part, "rngs", None) is None
+    ]
     for kind, (layer, needed) in _NEEDS.items():
         if any(isinstance(part, layer) for part in held) and not taken.issuperset(
             needed
@@ -448,71 +495,6 @@ def _check_call(module: nnx.Module) -> None:
             raise InputError(
                 f"{type(module).__name__}.__call__ must take {names}: it has {kind}."
             )
-
-
-def layer_order(
-    model: Model, x: jax.ShapeDtypeStruct
-) -> list[dict[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
-    """Lists the layers that a prediction uses, from the input to the logits.
-
-    Args:
-      x: an input of the model, [B, ...].
-
-    Returns:
-      For each layer the shapes of its parameters by path: first the layer's own path,
-      then those of the batch norms that follow it.
-    """
-    variables = jax.eval_shape(model.init, jax.random.key(0))
-    traced = jax.make_jaxpr(lambda variables, x: model.apply(variables, x)[0])(
-        variables, x
-    ).jaxpr
-    leaves = jax.tree_util.tree_leaves_with_path(variables)
-    order, _ = _uses(traced, range(len(traced.invars)))
-    used = [
-        leaves[i]
-        for i in dict.fromkeys([*order, *range(len(leaves))])
-        if i < len(leaves)
-    ]
-    needed = {leaves[i][0][:-1] for i in order if i < len(leaves)}
-    bn_mask = dict(jax.tree_util.tree_leaves_with_path(model.bn_mask))
-    found: list[dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = []
-    for path, leaf in used:
-        part, *inside, _name = (key.key for key in path)
-        if part == "stats" or path[:-1] not in needed:
-            continue
-        layer = (part, *inside)
-        if not any(layer in known for known in found):
-            found += [] if bn_mask[path] and found else [{}]
-            found[-1][layer] = ()
-        here = next(known for known in found if layer in known)
-        here[layer] += (leaf.shape,)
-    return found
-
-
-def _uses(
-    jaxpr: Any, inputs: Sequence[int | None]
-) -> tuple[list[int], list[int | None]]:
-    """The numbers of the inputs that the equations of a jaxpr compute with, in order,
-    and of its outputs.
-
-    A change of type does not count; jit and remat are searched.
-    """
-    known, found = dict(zip(jaxpr.invars, inputs, strict=True)), list[int]()
-    for e in jaxpr.eqns:
-        given = [None if isinstance(v, Literal) else known.get(v) for v in e.invars]
-        if e.primitive.name == "convert_element_type":
-            known[e.outvars[0]] = given[0]
-            continue
-        inner = list(jaxprs_in_params(e.params))
-        if len(inner) == 1 and len(inner[0].invars) == len(given):
-            used, through = _uses(inner[0], given)
-            found += used
-            known |= dict(zip(e.outvars, through, strict=True))
-        else:
-            found += [i for i in given if i is not None]
-    return found, [
-        None if isinstance(v, Literal) else known.get(v) for v in jaxpr.outvars
-    ]
 
 
 def flops(

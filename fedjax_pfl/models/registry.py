@@ -4,7 +4,16 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from fedjax_pfl.models import alexnet, cnn_dva, nets, resnet, shufflenet
+from fedjax_pfl.models import (
+    alexnet,
+    cnn_dva,
+    mobilenet,
+    nets,
+    resnet,
+    shufflenet,
+    text,
+    vit,
+)
 
 NETS = (
     nets.linear,
@@ -24,8 +33,12 @@ LARGE = (
     resnet.resnet18_imagenet,
     alexnet.alexnet,
     shufflenet.shufflenet,
+    mobilenet.mobilenet_v2,
+    vit.vit_small,
     cnn_dva.cnn_dva,
     cnn_dva.cnn_dva_small,
 )
-MODELS = {f.__name__: f for f in (*NETS, *LARGE)}
-Factory = Callable[[tuple[int, ...], int, nnx.Rngs], nnx.Module]
+# of tokens
+TEXT = (text.fasttext, text.gru, text.transformer)
+MODELS = {f.__name__: f for f in (*NETS, *LARGE, *TEXT)}
+Factory = Callable[..., nnx.Module]  # (input_shape, num_classes, rngs)

@@ -10,6 +10,7 @@ from fedjax_pfl.engine import program, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing import synthetic
+from fedjax_pfl.testing.own_network import check_network
 from fedjax_pfl.testing.rounds import (
     ContractViolation,
     Subject,
@@ -27,6 +28,7 @@ __all__ = [
     "Subject",
     "check",
     "check_algorithm",
+    "check_network",
     "evaluate",
     "federation",
     "run",
@@ -40,8 +42,9 @@ def check(rule: str, s: Subject) -> None:
     try:
         RULES[rule](s)
     except (ContractViolation, InputError) as error:
+        meaning = " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")
         sentence = (
-            f"{method_name(s.factory)} breaks the rule {rule!r} ({_sentence(rule)}): "
+            f"{method_name(s.factory)} breaks the rule {rule!r} ({meaning}): "
             f"{str(error).rstrip('.')}."
         )
         raise ContractViolation(sentence) from None
@@ -77,7 +80,3 @@ def check_algorithm(
     made = subject(factory, given)
     for rule in RULES:
         check(rule, made)
-
-
-def _sentence(rule: str) -> str:
-    return " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")

@@ -103,7 +103,8 @@ def subject(
     fill = Examples(
         jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0)
     )
-    f = federation(input=task.input, public=task.public)._replace(mask_fill=fill)
+    f = federation(input=task.input, public=task.public, label=task.label)
+    f = f._replace(mask_fill=fill)
     # init's few operations are those of other methods
     functions = (made.init, jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *functions, State(None, None), options)

@@ -12,6 +12,7 @@ from fedjax_pfl.models import nets
 from fedjax_pfl.types import Examples, Federation, Subset, Task
 
 N, C, SHAPE = 5, 4, (6,)
+LABEL = jax.ShapeDtypeStruct((), jnp.int32)
 # training examples: uneven, one client with a single example
 SIZES = np.array([7, 19, 1, 12, 4])
 OWN = [(0, 1), (1, 2), (3,), (2, 0), (0, 1, 2, 3)]  # the classes of each client
@@ -24,6 +25,7 @@ def federation(
     seed: int = 0,
     input: jax.ShapeDtypeStruct | None = None,
     public: jax.ShapeDtypeStruct | None = None,
+    label: jax.ShapeDtypeStruct = LABEL,
 ) -> Federation:
     """N clients over shared Gaussian blobs.
 
@@ -31,6 +33,7 @@ def federation(
       width: padded length of the training rows.
       input: one raw example; default six floats.
       public: the pool of public examples [P, *input]; None: there is none.
+      label: the labels of one example, as `Task.label`.
     """
     shape, dtype = (SHAPE, np.float32) if input is None else (input.shape, input.dtype)
     rng = np.random.default_rng(seed)
@@ -51,11 +54,9 @@ def federation(
             index[i, : sizes[i]] = first[i] + np.arange(sizes[i])
         return Subset(jnp.asarray(index), jnp.asarray(sizes, jnp.int32))
 
+    y = _labelled(y, label)
     counts = np.stack(
-        [
-            np.bincount(y[s : s + n], minlength=C)
-            for s, n in zip(starts, SIZES, strict=True)
-        ]
+        [_counts(y[s : s + n]) for s, n in zip(starts, SIZES, strict=True)]
     )
     splits = (
         rows(starts, SIZES, width),
@@ -76,6 +77,27 @@ def federation(
     )
 
 
+def _labelled(y: np.ndarray, label: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Labels of another kind from classes [n].
+
+    Of positions the first half of the examples has 0 to L - 1 masked ones at the end.
+    """
+    if not label.shape:
+        return y
+    at = np.arange(label.shape[0])
+    if label.dtype == np.int32:
+        known = label.shape[0] - np.arange(len(y)) % label.shape[0]
+        return np.where(at < known[:, None], (y[:, None] + at) % C, -1)
+    member = (y[:, None] == at) | (y[:, None] == at + 1)
+    return member.astype(label.dtype)
+
+
+def _counts(y: np.ndarray) -> np.ndarray:
+    if y.ndim == 1 or y.dtype.kind == "i":
+        return np.bincount(y[y >= 0], minlength=C)
+    return np.sum(y, axis=0) if y.dtype == bool else np.zeros(y.shape[1], int)
+
+
 def _typed(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Examples of the type; whole numbers from 0 to 9."""
     return (
@@ -94,7 +116,9 @@ def task(**options: Any) -> Task:
     given = {
         "architecture": np.zeros(len(options.get("sizes", SIZES)), np.int32),
         "sizes": SIZES,
-        "class_counts": np.asarray(federation().class_counts),
+        "class_counts": np.asarray(
+            federation(label=options.get("label", LABEL)).class_counts
+        ),
         "num_classes": C,
         "input": jax.ShapeDtypeStruct(SHAPE, jnp.float32),
         "prepare": lambda x: x.astype(jnp.float32),

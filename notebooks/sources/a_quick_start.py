@@ -29,7 +29,7 @@ display(Image(WORKDIR / "partition.png"))
 # %%
 display(Image(WORKDIR / "curves.png"))
 # %% [markdown]
-# The scores of all clients are kept, too. Sorted, they show the spread; beside each client stands what it would
+# The scores of all clients are kept, too. Sorted, they show the spread. The second marker of a client is what it would
 # score by always answering its most frequent class.
 # %%
 run = load(WORKDIR)
@@ -50,7 +50,7 @@ axes.set_xticklabels(order)
 figure.legend(loc="outside upper center", ncols=2, frameon=False)
 plt.show()
 # %% [markdown]
-# And one client, the worst served: its test digits, and what its own model says of them. Mistakes are red.
+# The last figure shows the worst served client: its test digits and the answers of its own model. Mistakes are red.
 # %%
 client = int(order[0])
 rows = e.partition.test[client, : min(24, e.partition.test_sizes[client])]

@@ -62,7 +62,7 @@ else:
     testing.check_algorithm(halfway)  # all rules; about a minute
 print("halfway keeps the contract")
 # %% [markdown]
-# Now beside others, in one setting: many clients with few examples each. `simulate.rounds` yields a result per
+# Now against other methods, in one setting: many clients with few examples each. `simulate.rounds` yields a result per
 # round; `pre` are the scores of all clients before the round.
 # %%
 from fedjax_pfl import models, simulate

@@ -23,7 +23,7 @@ for k, panel in enumerate(panels):
     panel.axis("off")
 plt.show()
 # %% [markdown]
-# **The partition** says which rows of the data set are whose, for training and for testing. `build` makes it
+# **The partition** assigns rows of the data set to clients, for training and for testing. `build` makes it
 # of flat lists, clients one after another; from a file, `--partition=file:PATH` takes the same.
 # %%
 from fedjax_pfl.data.partition import build

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # What heterogeneity does
 #
-# Dirichlet's α says how differently classes are spread over clients: each draws its shares of the ten classes from
+# Dirichlet's α sets how differently classes are spread over clients: each draws its shares of the ten classes from
 # Dir(α/10, ..., α/10). At 0.1 most clients have one class, at 100 nearly equal shares of all. It is the usual knob of papers
 # on personalised federated learning, and it decides who wins. Five methods over one sweep:
 #

@@ -60,7 +60,7 @@ print(f"nine in one program: {seconds:.2f} s; nine in a row: {row_seconds:.2f} s
 print(f"largest difference of an accuracy: {np.abs(np.array(together) - in_a_row).max():.1e}")
 # %% [markdown]
 # The differences are rounding: a client whose test example sits on the boundary may flip. Now the figure that the
-# sweep is for, with the spread over seeds beside the effect of λ.
+# sweep is for, with the spread over seeds next to the effect of λ.
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 for i, values in enumerate(np.array(together)):

@@ -14,7 +14,6 @@ from toy import assert_close, assert_same
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import apfl as factory
 from fedjax_pfl.algorithms.apfl import mixture
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -90,18 +89,6 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["v"], i), own[i])
 
 
-@pytest.mark.slow  # as the rounds by hand
-def test_the_weight_takes_one_step_a_round():
-    tasks = [
-        toy.task("linear", batch_size=1, **work)
-        for work in ({"epochs": 3}, {"epochs": None, "steps": 1})
-    ]
-    many, one = (
-        train(task=task, lr_alpha=0.5).state.clients["alpha"] for task in tasks
-    )
-    assert_close(many, one)
-
-
 def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
     got = train(rounds=3, lr_alpha=1000.0)
     alpha = got.metrics.clients["alpha"]
@@ -130,25 +117,6 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
         )
     )
     assert_close(*both(toy.rows(clients, 1)))
-
-
-# the contract has a round with local statistics, and whose they are is below
-@pytest.mark.slow
-@pytest.mark.parametrize("bn_stats", ["aggregate", "local", "batch"])
-def test_batch_norm(bn_stats):
-    got = train(rounds=2, task=toy.task("norm", bn_stats=bn_stats))
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    own = jax.tree.leaves(state.clients["own"])
-    assert bool(own) == (bn_stats == "local")
-    # all began alike: each has seen its own batches since
-    assert all((x[0] != x[1]).any() for x in own)
-
-
-@pytest.mark.parametrize("wrong", [{"alpha": 1.5}, {"lr_alpha": -1.0}])
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 def test_the_loss_of_the_mixture_moves_the_personal_models_statistics():

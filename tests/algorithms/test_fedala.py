@@ -11,11 +11,9 @@ import pytest
 import toy
 from toy import SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import keys, losses, trees
+from fedjax_pfl import keys, losses
 from fedjax_pfl.algorithms import fedala as factory
 from fedjax_pfl.algorithms.fedala import Patience, blend, learn, subset
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, Data, State
 
 KEY = jax.random.key(0)
@@ -172,14 +170,8 @@ def compiled(net, blended, window):
             **static,
             **{k: numbers[k] for k in numbers if k != "lr"},
         )
-        rows = State(state.server, trees.gather(state.clients, ids))
-        now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-        new, metrics = algorithm.round(
-            KEY, rows, Cohort(federation, task, ids, ids >= 0, width=1, **now)
-        )
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids >= 0)
-        ), metrics
+        here = toy.cohort(task, ids, True, federation, KEY, evaluated=jnp.bool(True))
+        return toy.one_round(algorithm, KEY, state, here)
 
     return factory(task, **static).init, run
 
@@ -315,8 +307,7 @@ def test_a_prediction_is_made_by_the_model_that_training_starts_from():
     start = differing()
     # so that the round scores what it would train from
     (_, state), _ = rounds([range(N)], start=start, lr=0.0)
-    now = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(True)}
-    cohort = Cohort(F, TASK, jnp.arange(N), jnp.ones(N, bool), width=1, **now)
+    cohort = toy.cohort(TASK, range(N), True, F, KEY)
     predict = lambda c, mine: factory(TASK).predict(start.server, mine, c)(
         F.examples.x[:7], jnp.ones(7, bool)
     )
@@ -352,33 +343,3 @@ def test_a_round_without_examples_keeps_the_server():
     assert_same(after.server, before.server)
     assert_same(after.clients["weights"], before.clients["weights"])
     assert not metrics.clients["ala_epochs"].any() and after.clients["first"].all()
-
-
-# the contract has a round with local statistics, and the reductions have others
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "blended, bn_stats", [("head", "aggregate"), ("all", "local"), ("none", "batch")]
-)
-def test_batch_norm(blended, bn_stats):
-    got = toy.train(
-        factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, blended=blended
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"percent": 101.0},
-        {"lr_weights": -1.0},
-        {"blended": "body"},
-        {"window": 0},
-        {"threshold": -0.1},
-        {"cap": 0},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

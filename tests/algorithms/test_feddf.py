@@ -12,11 +12,10 @@ import toy
 from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 
 from fedjax_pfl import models, trees
-from fedjax_pfl.algorithms import feddf, pfeddf
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.algorithms import feddf
 from fedjax_pfl.models import nets
 
-KEY, MLP = jax.random.key(0), toy.task()
+MLP = toy.task()
 
 
 def net(hidden):
@@ -91,34 +90,6 @@ def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
     assert value > 1e-3
 
 
-@pytest.mark.slow  # the weights are FedAvg's: above
-def test_more_examples_of_everybody_weigh_the_same():
-    f = toy.federation()
-    index = np.tile(np.asarray(f.train.index), 2)
-    for i, n in enumerate(SIZES):
-        index[i, n : 2 * n] = index[i, :n]
-    twice = f._replace(
-        train=f.train._replace(index=jnp.asarray(index), size=2 * f.train.size)
-    )
-    # all of them are one batch, whose mean loss is the same
-    task = toy.task(batch_size=64)
-    got, other = (
-        toy.train("feddf", task, federation_=each, rounds=2) for each in (f, twice)
-    )
-    assert_close(other.state.server, got.state.server, 1e-5)
-
-
-@pytest.mark.slow  # four methods; the tuning is FedAvg's, see test_reductions.py
-def test_fine_tuning():
-    """By no epochs it is FedDF, and without distillation FedAvg, fine-tuned."""
-    got = toy.train("feddf", MLP, rounds=2)
-    assert_same(toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=0).last, got.last)
-    tuned = toy.train("pfeddf", MLP, rounds=2, fine_tune_epochs=3, passes=0)
-    plain = toy.train("fedavg_ft", MLP, rounds=2, fine_tune_epochs=3)
-    assert_same(tuned.state, plain.state)
-    assert_same(tuned.last, plain.last)
-
-
 def test_each_architecture_has_a_student():
     """Within an architecture models are averaged; teachers are all clients."""
     got = toy.train("feddf", MIXED, rounds=6, passes=20)
@@ -164,20 +135,6 @@ def test_an_absent_architecture_learns_from_the_others():
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])
 
 
-@pytest.mark.slow  # without distillation it is FedAvg with batch norm, too
-@pytest.mark.parametrize("bn_stats", ["aggregate", toy.slow("local")])
-def test_batch_norm(bn_stats):
-    task = toy.task("norm", bn_stats=bn_stats)
-    got = toy.train("feddf", task, rounds=2)
-    assert all(
-        np.isfinite(x).all() for x in jax.tree.leaves((got.state, got.metrics.loss))
-    )
-    assert bool(jax.tree.leaves(got.state.clients)) == (bn_stats == "local")
-    np.testing.assert_array_equal(
-        got.metrics.traffic.up[0], 124 if bn_stats == "aggregate" else 108
-    )
-
-
 @pytest.mark.slow
 def test_the_rate_decays_over_the_steps_that_are_taken(monkeypatch):
     seen, schedule = [], optax.cosine_decay_schedule
@@ -191,26 +148,6 @@ def test_the_rate_decays_over_the_steps_that_are_taken(monkeypatch):
     toy.train(functools.partial(feddf), MLP, rounds=1, **options)
     steps = 4 * toy.PUBLIC
     assert np.isclose(max(seen), (steps - 1) / steps)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"passes": -1},
-        {"clip": 0.0},
-        {"student_optimizer": "lamb"},
-        {"student_lr": -1.0},
-    ],
-)
-def test_bad_input(wrong):
-    for factory in (feddf, pfeddf):
-        with pytest.raises(InputError):
-            factory(MLP, **wrong)
-
-
-def test_without_public_examples_it_is_one_sentence():
-    with pytest.raises(InputError, match="needs public examples: give --public"):
-        feddf(MLP._replace(public=None))
 
 
 @pytest.mark.slow  # that of one architecture is above
@@ -231,17 +168,6 @@ def test_the_reported_divergence_is_the_mean_over_the_architectures():
     np.testing.assert_allclose(
         got.metrics.server["distillation_loss"][0], np.mean(gaps), rtol=1e-4
     )
-
-
-@pytest.mark.slow  # as FedAvg's, see test_reductions.py
-def test_fine_tuning_takes_its_own_epochs():
-    """Many of them, at a rate at which the task's two hardly move."""
-    slow = toy.task(lr=0.001)
-    many, two = (
-        toy.train("pfeddf", slow, rounds=1, fine_tune_epochs=n).last
-        for n in (300, None)
-    )
-    assert np.mean(many["acc_present"]) > np.mean(two["acc_present"]) + 0.1
 
 
 @pytest.mark.slow  # three runs; clients do so in test_knowledge_transfer.py

@@ -15,9 +15,8 @@ from fedjax_pfl.algorithms import feddva as factory
 from fedjax_pfl.algorithms.feddva import phases as dva_phases
 from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.data.datasets import prepare_images
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Batch, Data, State
+from fedjax_pfl.types import Data, State
 
 KEY, IDS = jax.random.key(0), np.array([1, 3], np.int32)
 SIZE: dict = {"hidden": 8, "latent": 2, "personal": 2}
@@ -33,8 +32,7 @@ def compiled(**fixed):
     @jax.jit
     def run(active, numbers):
         algorithm = factory(TASK, **SIZE, **fixed, **numbers)
-        options = {"width": 1, "round": jnp.int32(0), "evaluated": jnp.bool(False)}
-        cohort = Cohort(F, TASK, jnp.asarray(IDS), active, key=KEY, **options)
+        cohort = toy.cohort(TASK, IDS, active, F, KEY)
         state = algorithm.init(KEY)
         return algorithm.round(
             KEY, State(state.server, trees.gather(state.clients, IDS)), cohort
@@ -45,36 +43,28 @@ def compiled(**fixed):
 
 def one_round(active=(True, True), numbers=None, **fixed):
     numbers = {"alpha": 1.0, "beta": 0.75, "xi": 8.0, "cls": 1.0} | (numbers or {})
-    # the default is no other compilation
-    return compiled(**({"mode": "paper"} | fixed))(np.array(active), numbers)
+    return compiled(**fixed)(np.array(active), numbers)
 
 
 # 40 s; test_dva.py has the losses, and the contract the losses of twelve rounds
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paper", "code"])
-def test_one_client_is_a_plain_loop_over_the_phases(mode):
+def test_one_client_is_a_plain_loop_over_the_phases():
     """The average of one upload is the upload; the first phase has the client's key,
     each further one its own."""
-    state, metrics = one_round((True, False), mode=mode)
+    state, metrics = one_round((True, False))
     nets, _ = networks(TASK, 2, 2, 8)
 
     @jax.jit
     def alone():
         key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 1)
-        streams = (
-            key,
-            *(
-                keys.fold(key, s)
-                for s in (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)
-            ),
-        )
+        streams = key, keys.fold(key, keys.Client.SECOND_PHASE)
         data, w, losses = (
             Data(F.examples, F.train.index[1], F.train.size[1], TASK.prepare),
             dva_phases.init(nets, KEY),
             [],
         )
         for phase, stream in zip(
-            dva_phases.phases(nets, mode, xi=16.0), streams, strict=False
+            dva_phases.phases(nets, xi=16.0), streams, strict=True
         ):
             w, loss = local_training.sgd(
                 stream, data, phase.loss, w, TASK, train=phase.parts
@@ -100,31 +90,6 @@ def test_without_slack_the_regulariser_is_the_divergence():
     )
     assert_same(low, lower)
     assert trees.sq_dist(low["c"], high["c"]) > 1e-6
-
-
-@pytest.mark.slow  # test_dva.py has the objective with its weights
-def test_without_weight_the_regulariser_does_not_matter():
-    """In the phase that has it: what a round makes of the phases is above."""
-    nets, _ = networks(TASK, 2, 2, 8)
-    x = TASK.prepare(F.examples.x[:4])
-    batch, w = (
-        Batch(x, F.examples.y[:4], jnp.ones(4, bool), jnp.arange(4)),
-        dva_phases.init(nets, KEY),
-    )
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def gradient(regulariser, beta):
-        encoders = dva_phases.phases(nets, beta=beta, regulariser=regulariser)[1]
-        parts = {name: w[name] for name in encoders.parts}
-        return jax.grad(lambda parts: encoders.loss({**w, **parts}, batch, KEY)[0])(
-            parts
-        )
-
-    (free, first), (hinge, other) = (
-        [gradient(name, x) for x in (0.0, 1.0)] for name in ("paper_max", "code_hinge")
-    )
-    assert_close(free, hinge, 1e-5)
-    assert trees.sq_dist(first, other) > 1e-6
 
 
 @pytest.mark.slow
@@ -184,7 +149,6 @@ def test_the_headline(head, headline):
     [
         ({"alpha": -1.0}, "`alpha` must be in"),
         ({"head": "own"}, "Unknown head"),
-        ({"mode": "papr"}, "Unknown mode"),
         ({"exchange": "c"}, "Unknown exchange"),
         ({"latent": 0}, "`latent` must be in"),
         (

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same, each_bn_stats
+from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedem as factory
 from fedjax_pfl.algorithms.fedem import e_step, mixture, responsibilities
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Data, State
 
 KEY = jax.random.key(0)
@@ -39,18 +37,8 @@ def compiled(net):
 
     @jax.jit
     def run(state, federation, ids):
-        rows = State(state.server, trees.gather(state.clients, ids))
-        here = {
-            "key": KEY,
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-        }
-        cohort = Cohort(federation, task, ids, ids < N, **here)
-        new, metrics = factory(task).round(KEY, rows, cohort)
-        return State(
-            new.server, trees.scatter(state.clients, ids, new.clients, ids < N)
-        ), metrics
+        here = toy.cohort(task, ids, ids < N, federation, KEY)
+        return toy.one_round(factory(task), KEY, state, here)
 
     return run
 
@@ -226,30 +214,6 @@ def test_the_prediction_mixes_probabilities():
     )
 
 
-def test_refitting_finds_the_weights_of_a_client_that_never_trained():
-    pi, ids = np.full(3, 1 / 3, np.float32), jnp.array([1], jnp.int32)
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-
-    def outputs(refit):
-        cohort = Cohort(F, TASK, ids, ids >= 0, **here)
-        predict = factory(TASK, refit=refit).predict
-        client = lambda c, row: predict(THETA, row, c)(
-            jnp.asarray(X), jnp.ones(7, bool)
-        )
-        return np.asarray(
-            jax.jit(lambda mine: cohort.map(client, mine)[0])(
-                toy.rows(state_of(THETA, pi).clients, [1])
-            )
-        )
-
-    plain, refitted = outputs(0), outputs(2)
-    assert_close(plain, mixed(pi))
-    for _ in range(2):
-        pi = e_step_of(1, THETA, pi)[1]
-    assert_close(refitted, mixed(pi), 1e-5)
-    assert np.abs(refitted - plain).max() > 0.01
-
-
 def test_components_begin_apart_and_the_first_as_fedavgs_model():
     begin, first = jax.jit(lambda: (factory(TASK).init(KEY), TASK.model.init(KEY)))()
     assert_same(toy.rows(begin.server, 0), first)
@@ -266,24 +230,6 @@ def test_a_client_without_examples_keeps_its_weights():
     )
     assert_same(state.clients["pi"][0], PI)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(
-        factory, toy.task("norm", bn_stats=bn_stats), 2, key=KEY, components=2
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"components": 0}, {"average": "some"}, {"refit": -1}]
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
 
 
 def test_responsibilities_are_of_the_model_as_it_predicts():

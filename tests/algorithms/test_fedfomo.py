@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same, each_bn_stats
+from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import averaging, keys, local_training, trees
 from fedjax_pfl.algorithms import fedfomo as factory
 from fedjax_pfl.algorithms.fedfomo import benefit, mixing, select
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Metrics, State, Subset
 
 KEY = jax.random.key(0)
@@ -50,10 +48,8 @@ def store(models):
 @jax.jit
 def step(state, federation, ids, lr, evaluated):
     rows = State(state.server, trees.gather(state.clients, ids))
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": evaluated, "width": 1}
-    return factory(TASK._replace(lr=lr)).round(
-        KEY, rows, Cohort(federation, TASK, ids, ids < N, **here)
-    )
+    here = toy.cohort(TASK, ids, ids < N, federation, KEY, evaluated=evaluated)
+    return factory(TASK._replace(lr=lr)).round(KEY, rows, here)
 
 
 def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):
@@ -87,7 +83,7 @@ def held_out(i):
 
 
 def gradient(kernel, bias, x, y):
-    """Of the mean cross entropy of a linear model, in NumPy."""
+    """Returns the gradient of a linear model's mean cross entropy, in NumPy."""
     z = x @ kernel + bias
     p = np.exp(z - z.max(1, keepdims=True))
     error = (p / p.sum(1, keepdims=True) - np.eye(toy.C)[y]) / len(y)
@@ -278,17 +274,6 @@ def test_exploration_and_ties_are_random():
     np.testing.assert_allclose(explored, 0.42 / 3 + 0.09 * 2 / 4, atol=0.06)
 
 
-@pytest.mark.slow  # by how much is below
-def test_epsilon_shrinks_from_round_to_round():
-    run = lambda **hparams: toy.train(
-        factory, TASK, 4, key=KEY, received=2, **hparams
-    ).state.server["affinity"]
-    # in round 0 nothing is sent
-    shrunk, greedy = run(epsilon=1.0, epsilon_decay=1.0), run(epsilon=0.0)
-    assert_same(shrunk, greedy)
-    assert np.any(np.asarray(greedy) != np.asarray(run(epsilon=1.0, epsilon_decay=0.0)))
-
-
 def test_absent_clients_are_not_candidates_until_they_upload():
     begin = factory(TASK).init(KEY)
     state, metrics = round_of(begin, ids=[3, 1])
@@ -308,47 +293,12 @@ def test_absent_clients_are_not_candidates_until_they_upload():
     assert state.server["affinity"][0, 3] != 0
 
 
-def test_validation_examples_of_the_federation_replace_the_holdout():
-    size = np.array(F.test.size)
-    size[1] = 0
-    given = F._replace(val=F.val._replace(size=size))  # client 1 has none
-    models, split = (
-        round_of(store([W[0]] * N), f)[0].server["models"] for f in (given, F)
-    )
-    for i in (0, 2, 3, 4):  # they train on all they have
-        assert_close(toy.rows(models, i), train_by_hand(i, W[0], SIZES[i]))
-    assert_same(toy.rows(models, 1), toy.rows(split, 1))
-    assert np.any(vector(toy.rows(models, 0)) != vector(toy.rows(split, 0)))
-
-
 def test_the_mixture_is_scored_before_and_the_model_after_training():
     _, still = round_of(store(W), lr=0.0)
     assert_same(still.post["mixed_acc"], still.post["acc"])
     _, trained = round_of(store(W))
     assert_same(trained.post["mixed_acc"], still.post["mixed_acc"])
     assert np.any(np.asarray(trained.post["acc"]) != np.asarray(still.post["acc"]))
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), key=KEY)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"received": 0}, {"val": 1.5}, {"epsilon": -0.1}, {"epsilon_decay": -1.0}]
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)
-
-
-def test_more_scalars_than_an_integer_counts_are_refused(monkeypatch):
-    monkeypatch.setattr(trees, "size", lambda _: 2**30)
-    with pytest.raises(InputError, match="fedfomo: received=2 models have "):
-        factory(TASK, received=2)
 
 
 @pytest.mark.slow

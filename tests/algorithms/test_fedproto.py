@@ -15,8 +15,6 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 TASK = toy.task()
-# one step per epoch, in which the order of the examples does not matter
-FULL = toy.task(batch_size=19)
 
 
 @functools.cache
@@ -55,7 +53,7 @@ def test_without_pull_it_is_local():
 
 @pytest.mark.parametrize("net", ["mlp", toy.slow("norm")])
 def test_prototypes_are_means_over_clients_of_means_over_examples(net):
-    """Of features as in a prediction, normalised by running statistics."""
+    """Returns means of features, normalised by running statistics."""
     task, counts = toy.task(net), np.asarray(toy.federation().class_counts)
     state = toy.train("fedproto", task, 1).state
     means = [class_means(toy.rows(state.clients, i), i, task.model) for i in range(N)]
@@ -77,26 +75,6 @@ def test_prototypes_of_a_single_client_are_its_own_and_the_others_stay():
     w = toy.rows(clients, 0)
     assert_close(np.asarray(server["proto"])[:, held], class_means(w, 0)[:, held], 1e-5)
     assert_same(server["proto"][:, missing], before.server["proto"][:, missing])
-
-
-@pytest.mark.slow  # the means are above
-def test_a_population_twice_has_the_same_prototypes():
-    f = toy.federation()
-    twice = lambda x: jnp.concatenate([x, x])
-    rows = lambda r: type(r)(twice(r.index), twice(r.size))
-    doubled = f._replace(
-        train=rows(f.train),
-        val=rows(f.val),
-        test=rows(f.test),
-        class_counts=twice(f.class_counts),
-    )
-    task = FULL._replace(
-        sizes=np.tile(FULL.sizes, 2),
-        class_counts=np.tile(FULL.class_counts, (2, 1)),
-        architecture=np.zeros(2 * N, int),
-    )
-    got = toy.train("fedproto", task, 2, federation_=doubled).state.server
-    assert_close(got, toy.train("fedproto", FULL, 2).state.server, 1e-5)
 
 
 def test_only_examples_of_known_classes_are_pulled():
@@ -140,35 +118,17 @@ def test_nothing_comes_down_before_there_are_prototypes():
     np.testing.assert_array_equal(sent.messages, [[1] * N, [2] * N, [2] * N])
 
 
-def test_classes_that_were_in_no_batch_do_not_go_up():
-    one = toy.task(epochs=None, steps=1, batch_size=1)
-    sent = toy.train("fedproto", one, 1, collect="during").metrics.traffic
-    np.testing.assert_array_equal(sent.up[0], [8] * N)
-    np.testing.assert_array_equal(sent.ints[0], [1] * N)
-
-
-@pytest.mark.parametrize(
-    "collect, dropped",
-    [("after", False), ("during", True), toy.slow("during", False)],
-)
-def test_two_rounds_by_hand(collect, dropped):
+def test_two_rounds_by_hand():
     """In plain NumPy; in the second round some are absent, and one client never has
-    examples.
-
-    Where short batches are dropped, some classes that a client holds are in none of its
-    batches."""
-    task = toy.task(drop_last=True, epochs=1, batch_size=6) if dropped else TASK
-    options = {"lam": 2.0, "collect": collect}
-    f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, task, **options)
+    examples."""
+    f, (keys, states, _) = oracle.federation(), oracle.run(fedproto, TASK, lam=2.0)
     w = [oracle.variables(toy.rows(states[0].clients, i)) for i in range(N)]
-    proto, known, missed = np.zeros((C, 8)), np.zeros(C, bool), 0
+    proto, known = np.zeros((C, 8)), np.zeros(C, bool)
     for t, here in enumerate(oracle.ROUNDS):
         found: dict = {label: [] for label in range(C)}
         for i in here:
-            seen = []
-            for ((x, y),) in oracle.batches(f, i, keys[t], task):
+            for ((x, y),) in oracle.batches(f, i, keys[t], TASK):
                 h, z = oracle.forward(w[i], x)
-                seen += zip(h, y.tolist(), strict=True)
                 step = oracle.backward(w[i], x, oracle.by_logits(z, y))
                 dh = 2.0 * 2 * known[y][:, None] * (h - proto[y]) / 8 / len(y) * (h > 0)
                 step[0], step[1] = step[0] + x.T @ dh, step[1] + dh.sum(axis=0)
@@ -178,8 +138,7 @@ def test_two_rounds_by_hand(collect, dropped):
                 oracle.forward(w[i], np.asarray(f.examples.x)[rows])[0],
                 np.asarray(f.examples.y)[rows].tolist(),
             )
-            pairs = seen if collect == "during" else list(zip(h, y, strict=True))
-            missed += len(set(y) - {label for _, label in pairs})
+            pairs = list(zip(h, y, strict=True))
             for label in {label for _, label in pairs}:
                 own = [h for h, k in pairs if k == label]
                 found[label].append(np.mean(own, axis=0))
@@ -192,7 +151,6 @@ def test_two_rounds_by_hand(collect, dropped):
         assert_same(states[t + 1].server["known"], known)
         for i in range(N):
             oracle.close(toy.rows(states[t + 1].clients, i), w[i])
-    assert (missed > 0) == dropped
 
 
 def test_different_widths_are_refused():

@@ -7,12 +7,11 @@ import optax
 import oracle
 import pytest
 import toy
-from toy import C, assert_close, assert_same, each_bn_stats
+from toy import C, assert_close, assert_same
 
 from fedjax_pfl import losses
 from fedjax_pfl.algorithms import fedavg, fedrod as factory
 from fedjax_pfl.algorithms.fedrod import personal_loss
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch
 
 KEY = jax.random.key(0)
@@ -133,27 +132,6 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(head["bias"], own[i][1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow  # as the rounds by hand
-def test_the_personal_head_starts_as_the_generic_one():
-    run = toy.train(factory, CLIP, 2, KEY)
-    state, after = run.begin, run.state
-    for i in range(toy.N):
-        assert_same(toy.rows(state.clients["head"], i), state.server["head"])
-    heads = zip(
-        *(jax.tree.leaves(x.clients["head"]) for x in (after, state)), strict=True
-    )
-    assert (
-        sum(np.sum(np.square(np.asarray(a) - np.asarray(b))) for a, b in heads) > 1e-3
-    )
-    assert run.last.keys() == {
-        "acc",
-        "acc_present",
-        "acc_majority",
-        "global_acc",
-        "global_acc_present",
-    }
-
-
 @pytest.mark.slow
 def test_the_heads_have_optimizers_of_their_own():
     """Clipping by the global norm would otherwise let the personal gradient shrink the
@@ -163,16 +141,3 @@ def test_the_heads_have_optimizers_of_their_own():
         toy.train(fedavg, CLIP, 2, KEY),
     )
     assert_close(own.state.server, plain.state.server)
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), 2, KEY)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients["own"])) == (bn_stats == "local")
-
-
-def test_bad_input():
-    with pytest.raises(InputError, match="gamma"):
-        factory(TASK, gamma=-1.0)

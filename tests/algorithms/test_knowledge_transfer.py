@@ -11,25 +11,21 @@ import pytest
 import toy
 from toy import PUBLIC, SHAPE, SIZES, C, N, assert_close, assert_same
 
-from fedjax_pfl import aggregate, models, simulate
+from fedjax_pfl import aggregate, models
 from fedjax_pfl.algorithms import ALGORITHMS, public_data
 from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, mixtures
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Client, Data, Examples, State
+from fedjax_pfl.types import State
 
-MLP, NORM = toy.task(), toy.task("norm")
-# one step on all of a client's examples: their order does not matter
-ONE = toy.task(batch_size=32, epochs=1)
+MLP = toy.task()
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
 GOLDEN = np.array([[[0.9, 0.1]], [[0.6, 0.4]]], np.float32)  # [S, D, C]
 
 
 def asked(outputs, student, row=None, here=None):
-    """What student number `student` of clients with these predictions [S, D, C] asks
-    its rule."""
+    """Returns the question of student number `student`, for predictions [S, D, C]."""
     s = len(outputs)
     here = np.ones(s, bool) if here is None else np.asarray(here)
     given = Predictions(
@@ -79,16 +75,12 @@ def test_the_gradient_and_a_step_have_the_golden_numbers():
     np.testing.assert_allclose(np.concatenate(kl), [0.09233152, 0.04985676], atol=1e-7)
 
 
-def test_the_distance_of_a_space_has_the_golden_numbers():
+def test_the_distance_has_the_golden_numbers():
     target, z = jnp.array([[0.75, 0.25]]), jnp.log(GOLDEN[0])
     distance = functools.partial(mixtures.distance, temperature=1.0)
     for reduction, value in (("batchmean", 0.09233152), ("mean", 0.09233152 / 2)):
-        found = distance(target, z, space="prob", reduction=reduction)
+        found = distance(target, z, reduction=reduction)
         np.testing.assert_allclose(found, [value], atol=1e-7)
-    moved = z + jnp.array([[1, -3]])
-    np.testing.assert_allclose(
-        distance(moved, z, space="logit", reduction="mean"), [2], rtol=1e-6
-    )
 
 
 def test_similarities_have_the_golden_numbers():
@@ -190,21 +182,6 @@ def test_public_examples_are_drawn_without_replacement_in_every_round():
     )
 
 
-@pytest.mark.slow  # the draw is above, and in rounds in test_feddf.py
-def test_every_round_has_other_public_examples(monkeypatch):
-    seen, subset = set(), public_data.subset
-
-    def noted(pool, index, wanted):
-        jax.debug.callback(lambda rows: seen.add(tuple(rows.tolist())), index)
-        return subset(pool, index, wanted)
-
-    monkeypatch.setattr(public_data, "subset", noted)
-    # compiled anew
-    toy.train(functools.partial(ALGORITHMS["fedmd"]), MLP, 3, public_size=5)
-    jax.effects_barrier()
-    assert len(seen) == 3 and {len(rows) for rows in seen} == {5}
-
-
 @pytest.mark.slow  # a client that hears itself only is local, too: below
 @pytest.mark.parametrize(
     "method, order",
@@ -297,94 +274,6 @@ def test_public_examples_on_the_server_travel():
     assert_same(at["server"]._replace(public_data=None), at["clients"])
 
 
-@pytest.mark.slow
-def test_where_public_labels_are_learned_first_all_travel_in_round_0():
-    task = toy.task(public_classes=C)
-    sent = toy.train(
-        "fedmd", task, 2, public_at="server", public_epochs=1, public_size=3
-    ).metrics.traffic
-    np.testing.assert_array_equal(
-        sent.public_data, [[PUBLIC * SHAPE[0]] * N, [3 * SHAPE[0]] * N]
-    )
-    np.testing.assert_array_equal(sent.ints, [[3 + PUBLIC] * N, [3] * N])
-
-
-def test_a_pool_that_an_int32_cannot_count_is_refused():
-    images = MLP._replace(
-        public=jax.ShapeDtypeStruct((200_000, 64, 64, 3), jnp.float32)
-    )
-    toy.METHODS["fedmd"](images, public_at="server")
-    for options in ({"public_epochs": 1}, {"public_size": 200_000}):
-        with pytest.raises(InputError, match="numbers or more in a round"):
-            toy.METHODS["fedmd"](images, public_at="server", **options)
-
-
-LABELLED = MLP._replace(public_classes=3)
-
-
-@functools.cache
-def labelled_round(public_epochs, order):
-    options = {
-        "passes": 0,
-        "public_epochs": public_epochs,
-        "order": order,
-        "warmup_epochs": 0,
-    }
-    options["public_lr"] = MLP.lr  # traced
-    program = toy.program(ALGORITHMS["fedmd"], LABELLED, options)
-    return program.traced, jax.jit(program.round)
-
-
-def labelled(public_epochs, t, order, **numbers):
-    """The state after round t, from the state after round 0's."""
-    traced, step = labelled_round(public_epochs, order)
-    state = toy.train("local", MLP, rounds=1).state._replace(server={})
-    return step(
-        jax.random.key(5),
-        traced | numbers,
-        toy.federation(),
-        state,
-        jnp.int32(t),
-        jnp.bool(False),
-    )[0].clients
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["paper", toy.slow("code")])
-def test_public_labels_are_learnt_before_round_0_only(order):
-    """At a rate of 0 nothing is; the outputs of the public classes are gone
-    afterwards."""
-    without, still = labelled(0, 0, order), labelled(2, 0, order, public_lr=0.0)
-    assert_same(still, without)
-    assert trees_differ(labelled(2, 0, order), without)
-    assert_same(labelled(2, 1, order), labelled(0, 1, order))
-
-
-def test_training_on_public_labels_fits_them():
-    """The loss of the joint outputs falls: seen through the body, from which a new
-    linear layer tells the labels."""
-    f = toy.federation()
-    y = np.arange(PUBLIC) % 3
-    x = np.asarray(f.public.x) + 4 * np.eye(3, SHAPE[0])[y]
-    pool = Examples(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.int32))
-    data = Data(pool, jnp.arange(PUBLIC), jnp.int32(PUBLIC), MLP.prepare)
-    c = Client(0, jax.random.key(0), data, data, data, data, None, MLP.model, 0)
-    w = MLP.model.init(jax.random.key(1))
-    task = LABELLED._replace(public=jax.ShapeDtypeStruct(x.shape, x.dtype), lr=0.1)
-    trained = jax.jit(lambda w: public_data.pretrain(c, w, task, 60))(w)
-    assert jax.tree.structure(trained) == jax.tree.structure(w)
-    private = lambda w: np.mean(jax.nn.logsumexp(MLP.model.apply(w, pool.x)[0], axis=1))
-    # the private outputs lose against the public ones
-    assert private(trained) < private(w) - 0.5
-
-
-def test_public_labels_without_meaning_are_one_sentence():
-    with pytest.raises(
-        InputError, match=r"needs their labels, and the task.s pool has none"
-    ):
-        simulate.program(ALGORITHMS["fedmd"], MLP, {"public_epochs": 1})
-
-
 @pytest.mark.parametrize("still", [{"rho": 1e12}, {"lam": 0.0}])
 def test_mnfl_keeps_uniform_coefficients(still):
     a = toy.train("mnfl_het", MLP, coef_lr=1.0, **still).state.server["coefficients"]
@@ -401,15 +290,7 @@ def test_only_the_block_of_the_cohort_moves():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), MLP, jnp.asarray(ids), jnp.asarray(active), **given
-        )
+        cohort = toy.cohort(MLP, ids, active, key=jax.random.key(1))
         method = kt.mnfl_het(MLP, coef_lr=100.0, rho=0.0)
         start = State({"coefficients": a}, clients)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -419,27 +300,6 @@ def test_only_the_block_of_the_cohort_moves():
     np.testing.assert_array_equal(a[~block], before[~block])
     assert np.all(a >= 0) and np.any(a[block] == 0) and np.all((a != before)[block])
     np.testing.assert_allclose(a.sum(axis=1), 1, rtol=1e-5)
-
-
-@pytest.mark.slow  # the plain loops know whose a coefficient is
-def test_permuted_clients_permute_the_coefficients():
-    order, f = np.array([2, 0, 4, 1, 3]), toy.federation()
-    moved = f._replace(
-        **{
-            name: jax.tree.map(lambda x: x[order], getattr(f, name))
-            for name in ("train", "test")
-        }
-    )
-    moved = moved._replace(class_counts=f.class_counts[order])
-    got, other = (
-        toy.train("mnfl_het", ONE, federation_=each, coef_lr=1.0) for each in (f, moved)
-    )
-    a, b = (x.metrics.server["coefficients"] for x in (got, other))
-    np.testing.assert_allclose(b, a[:, order][:, :, order], atol=1e-5)
-    np.testing.assert_allclose(
-        other.metrics.post["acc"], got.metrics.post["acc"][:, order]
-    )
-    assert np.abs(a[-1] - a[-1][order][:, order]).max() > 1e-3
 
 
 def trees_differ(a, b):
@@ -456,26 +316,12 @@ def net(hidden):
     )
 
 
-@pytest.mark.slow  # as the contract's rule `grouping`
-def test_architectures_of_one_model_are_one():
-    """Grouping does not matter."""
-    two = toy.task(
-        models=MLP.models * 2, architecture=np.array([0, 1, 0, 0, 1], np.int32)
-    )
-    got, other = (toy.train("mnfl_het", task, coef_lr=1.0) for task in (MLP, two))
-    assert_close(other.metrics.server, got.metrics.server, 1e-5)
-    assert_close(
-        other.state.clients.trees[1], toy.rows(got.state.clients, [1, 4]), 1e-5
-    )
-    assert np.abs(got.metrics.server["coefficients"] - 1 / N).max() > 1e-2
-
-
 @pytest.mark.slow  # eight rounds
 def test_different_architectures_learn_from_each_other():
     task = toy.task(
         models=(net(3), net(17)), architecture=np.array([0, 1, 1, 1, 0], np.int32)
     )
-    got = toy.train("fedmd", task, rounds=8, space="logit", public_size=7)
+    got = toy.train("fedmd", task, rounds=8, public_size=7)
     assert got.metrics.loss[-1].mean() < 0.5 * got.metrics.loss[0].mean()
     gap = got.metrics.clients["transfer_loss"]
     assert np.all(np.isfinite(gap)) and np.all(gap > 0)
@@ -488,20 +334,6 @@ def test_without_public_examples_it_is_one_sentence():
     for method in METHODS:
         with pytest.raises(InputError, match="needs public examples: give --public"):
             toy.METHODS[method](MLP._replace(public=None))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"public_size": 0},
-        {"temperature": 0.0},
-        {"order": "both"},
-        {"passes": -1},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        toy.METHODS["fedmd"](MLP, **wrong)
 
 
 @pytest.mark.slow
@@ -576,15 +408,7 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block():
 
     @jax.jit
     def run(a):
-        given = {
-            "round": jnp.int32(0),
-            "evaluated": jnp.bool(False),
-            "width": 1,
-            "key": jax.random.key(1),
-        }
-        cohort = Cohort(
-            toy.federation(), task, jnp.asarray(ids), jnp.ones(3, bool), **given
-        )
+        cohort = toy.cohort(task, ids, key=jax.random.key(1))
         start = State({"coefficients": a}, clients)
         method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
@@ -611,25 +435,6 @@ def test_a_client_without_examples_neither_teaches_nor_learns():
     a, others = got.metrics.server["coefficients"][0], np.arange(N) != 3
     np.testing.assert_array_equal([a[3], a[:, 3]], np.float32(1 / N))
     assert np.abs(a[others][:, others] - 1 / N).max() > 0.01
-
-
-def test_the_outputs_of_the_public_classes_learn_too(monkeypatch):
-    seen, sgd = [], public_data.local_training.sgd
-
-    def noted(*given, **options):
-        seen.append(options.get("train"))
-        return sgd(*given, **options)
-
-    monkeypatch.setattr(public_data.local_training, "sgd", noted)
-    simulate.program(ALGORITHMS["fedmd"], LABELLED, {"public_epochs": 1})
-    assert ("body", "head", "public") in seen
-
-
-def test_the_coefficients_of_one_client_are_not_called_idle():
-    task = toy.task()
-    alone = task._replace(sizes=task.sizes[:1], class_counts=task.class_counts[:1])
-    for method in (kt.mnfl_het, ALGORITHMS["mnfl"]):
-        assert [bool(method(x).idle) for x in (alone, task)] == [False, True]
 
 
 # the rules themselves are above

@@ -9,13 +9,11 @@ import numpy as np
 import optax
 import pytest
 import toy
-from toy import SIZES, N, assert_close, assert_same, each_bn_stats
+from toy import SIZES, N, assert_close, assert_same
 
 from fedjax_pfl import local_training, losses, simulate, trees
 from fedjax_pfl.algorithms import mnfl as factory
 from fedjax_pfl.algorithms.mnfl import descend, gradient, mix
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)
@@ -60,8 +58,7 @@ def unflat(v):
 
 
 def cohort_of(ids, active, task=TASK):
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    return Cohort(toy.federation(), task, ids, active, key=KEY, width=1, **nothing)
+    return toy.cohort(task, ids, active, key=KEY)
 
 
 @functools.cache
@@ -230,23 +227,3 @@ def test_no_step_of_equal_models_moves_nothing():
     np.testing.assert_allclose(
         slope(server["coefficients"][0], w, copies()), 0, atol=1e-6
     )
-
-
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_a_client_is_scored_with_the_model_it_trained():
-    _, metrics, last = toy.train(factory, TASK, rounds=2)
-    assert_close(toy.rows(metrics.post, -1), last)
-
-
-@each_bn_stats
-def test_batch_norm(bn_stats):
-    got = toy.train(factory, toy.task("norm", bn_stats=bn_stats), rounds=2, coef_lr=1.0)
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
-
-
-@pytest.mark.parametrize("wrong", [{"rho": -1.0}, {"coef_lr": float("nan")}])
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

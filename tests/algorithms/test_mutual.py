@@ -14,14 +14,12 @@ from toy import C, N, assert_close, assert_same
 
 from fedjax_pfl import trees
 from fedjax_pfl.algorithms import ALGORITHMS, fml, mutual
-from fedjax_pfl.algorithms.mutual import compress, low_rank
 from fedjax_pfl.algorithms.shared_model import Outputs, divergence
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.optimizers import clipped
 from fedjax_pfl.types import Batch, State
 
 TASK = toy.task()
-TWINS = toy.task(shared=TASK.model)  # the small model is the own one
 RNG = np.random.default_rng(0)
 ONE = Batch(np.zeros((1, 1)), np.array([0]), np.array([True]), np.array([0]))
 OWN, SMALL = (
@@ -75,18 +73,6 @@ def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
     slope = jax.grad(lambda z: divergence(Z[1], z, BATCH.mask))(Z[0])
     expected = (jax.nn.softmax(Z[0]) - jax.nn.softmax(Z[1])) * BATCH.mask[:, None] / 5
     assert_close(slope, expected)
-
-
-@pytest.mark.slow  # as the rounds by hand
-def test_fml_twins_stay_twins_and_follow_the_labels():
-    got = toy.train("fml", TWINS, 1, alpha=0.5, beta=0.5)
-    assert_close(
-        jax.tree.map(lambda x: jnp.mean(x, axis=0), got.state.clients["w"]),
-        got.state.server,
-        1e-5,
-    )
-    half = toy.train("local", toy.task(lr=0.05), 1)  # half the gradient
-    assert_close(got.state.clients["w"], half.state.clients, 1e-5)
 
 
 def test_fml_by_hand():
@@ -184,69 +170,6 @@ def test_fedkd_twins_start_as_the_labels_alone():
     for by_h, by_z in grads:
         assert_close(by_z, expected)
         np.testing.assert_allclose(by_h, 0, atol=1e-7)
-
-
-@pytest.mark.parametrize("energy, rank", [(0.90, 2), (0.95, 3), (0.5, 1), (0.999, 3)])
-def test_rank_of_singular_values_3_2_1(energy, rank):
-    u, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
-    v, _ = np.linalg.qr(RNG.normal(size=(9, 3)))
-    x = (u * [3, 2, 1] @ v.T).astype(np.float32)
-    near, count = low_rank(x, energy)
-    assert count == rank * (9 + 9 + 1)
-    assert_close(near, np.float32(u * ([3, 2, 1] * (np.arange(3) < rank)) @ v.T), 1e-5)
-
-
-def test_rank_is_the_least_that_keeps_the_energy():
-    # a convolution's kernel: [24, 20]
-    x = RNG.normal(size=(3, 4, 2, 20)).astype(np.float32)
-    s = np.linalg.svd(x.reshape(24, 20), compute_uv=False) ** 2
-    for energy in (0.3, 0.6, 0.9, 1.0):
-        rank = min(
-            r for r in range(1, 21) if s[:r].sum() >= energy * s.sum() * (1 - 1e-6)
-        )
-        near, count = low_rank(x, energy)
-        assert count == min(x.size, rank * 45)
-        assert near.shape == x.shape
-        if count == x.size:
-            assert_same(near, x)
-    assert low_rank(jnp.zeros((4, 4)), 0.9)[1] == 0
-    assert low_rank(x, 1e-9)[1] == 45  # the first singular value is always sent
-
-
-def test_all_energy_has_the_small_singular_values_too():
-    u, v = (np.linalg.qr(RNG.normal(size=(100, 100)))[0] for _ in range(2))
-    x = (u * 0.5 ** np.arange(100) @ v.T).astype(np.float32)
-    near, count = low_rank(x, 1.0)
-    assert count < x.size / 2 and np.linalg.norm(near - x) < 1e-5 * np.linalg.norm(x)
-
-
-def test_compressed_to_all_energy_is_the_model():
-    old = {"k": RNG.normal(size=(30, 40)).astype(np.float32), "b": Z[0][0]}
-    flat = RNG.normal(size=(30, 2)) @ RNG.normal(size=(2, 40))
-    new = {"k": old["k"] + flat.astype(np.float32), "b": Z[1][0]}
-    near, count = compress(new, old, 1.0)
-    assert_close(near["b"], new["b"])
-    assert np.linalg.norm(near["k"] - new["k"]) < 1e-5 * np.linalg.norm(flat)
-    assert count <= 30 * 40 + C
-    assert compress(new, old, 0.99)[1] == 2 * (30 + 40 + 1) + C
-
-
-def test_fedkd_with_svd_sends_less_and_with_all_energy_the_same():
-    wide = toy.task(
-        shared=toy.models.model(
-            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
-        )
-    )
-    plain = toy.train("fedkd", wide, 2)
-    whole = toy.train("fedkd", wide, 2, svd=True, energy_start=1.0, energy_end=1.0)
-    assert_close(whole.state, plain.state, 2e-5)
-    few = toy.train("fedkd", wide, 2, svd=True, energy_start=0.5, energy_end=0.5)
-    sizes, vectors = np.array([24 + 6 + 1, 24 + 4 + 1]), 24 + 4
-    for x in (*few.metrics.traffic.up.ravel(), *few.metrics.traffic.down.ravel()):
-        ranks = [
-            (a, b) for a in range(5) for b in range(4) if (a, b) @ sizes + vectors == x
-        ]
-        assert ranks and x < plain.metrics.traffic.up.min()
 
 
 # ----------------------------------------------------------------------------------------------
@@ -347,8 +270,7 @@ def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_sma
 
 
 def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
-    """Of the last half of a client's examples, which the models do not see; here they
-    are one batch."""
+    """The weight is learned on the last half of the examples, here one batch."""
     f = jax.device_get(toy.federation())
     run = lambda f: (
         toy.train("fedapen", TASK, 1, federation_=f, held_out=0.5, lam_lr=0.05).state
@@ -399,66 +321,6 @@ def test_scores_of_an_ensemble_and_its_parts():
         assert_same(again["acc"], got.last[name])
 
 
-@pytest.mark.slow  # the clipping itself is above
-def test_fml_clips_the_gradient_of_each_model():
-    one = toy.task(epochs=None, steps=1)
-    got = toy.train("fml", one, 1, clip=0.01)
-    for i in range(N):
-        moved = trees.sq_dist(
-            *(toy.rows(state.clients["w"], i) for state in (got.state, got.begin))
-        )
-        np.testing.assert_allclose(np.sqrt(moved), one.lr * 0.01, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_fedkds_energy_is_the_ends_in_the_last_round_of_the_task(monkeypatch):
-    seen, whole = set(), mutual.compress
-
-    def noted(new, old, energy):
-        jax.debug.callback(lambda energy: seen.add(round(float(energy), 4)), energy)
-        return whole(new, old, energy)
-
-    monkeypatch.setattr(mutual, "compress", noted)
-    method = functools.partial(ALGORITHMS["fedkd"])  # compiled anew
-    toy.train(method, toy.task(rounds=4), 5, svd=True, energy_start=0.5, energy_end=0.9)
-    jax.effects_barrier()
-    assert seen == {0.6, 0.7, 0.8, 0.9}  # the fifth round is beyond the task's
-
-
-@pytest.mark.slow  # what can be sent is above
-def test_fedkd_with_svd_counts_what_each_sends():
-    wide = toy.task(
-        shared=toy.models.model(
-            lambda *args: toy.nets.mlp(*args, hidden=24), toy.SHAPE, C
-        )
-    )
-    m = toy.train("fedkd", wide, 2, svd=True, energy_start=0.8, energy_end=0.8).metrics
-    np.testing.assert_array_equal(m.traffic.up, m.clients["scalars_up"])
-    np.testing.assert_array_equal(
-        m.traffic.down, np.repeat(m.server["scalars_down"][:, None], N, axis=1)
-    )
-    assert np.any(m.traffic.up != m.traffic.down)
-
-
-@pytest.mark.slow  # the contract scores a client that trains alone
-def test_the_weight_that_was_learned_is_scored(monkeypatch):
-    """With the averaged small model."""
-    monkeypatch.setattr(
-        mutual.evaluate,
-        "post",
-        lambda cohort, c, f, score: {"acc": f(X, BATCH.mask)[0, 0, 0]},
-    )
-    # compiled anew
-    got = toy.train(functools.partial(ALGORITHMS["fedapen"]), TASK, 1, lam_lr=1.0)
-    small = TASK.shared.apply(got.state.server, X)[0][0, 0]
-    for i, z in zip(got.metrics.ids[0], got.metrics.post["acc"][0], strict=True):
-        own = TASK.model.apply(toy.rows(got.state.clients["w"], i), X)[0][0, 0]
-        np.testing.assert_allclose(
-            z, mutual.mixed(got.state.clients["lam"][i], own, small), rtol=1e-5
-        )
-    assert np.abs(np.asarray(got.state.clients["lam"]) - 0.5).max() > 0.1
-
-
 def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
     """The largest of the toy's clients has 19 examples, of which one is held out."""
     task = toy.task(batch_size=19, drop_last=True)
@@ -470,7 +332,7 @@ def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
 
 
 def test_twins_draw_dropout_of_their_own():
-    """So that they are apart after a round, unlike twins without any."""
+    """Twins with dropout differ after a round."""
 
     task = toy.task("dropout")
     state = toy.train("fml", task._replace(shared=task.model), 1).state

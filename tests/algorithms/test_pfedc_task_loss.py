@@ -1,4 +1,4 @@
-"""What a task's loss is divided by: minibatch SGD against a NumPy loop, and the weights
+"""Tests of a task's normalisation: minibatch SGD against a NumPy loop, and the weights
 on tasks with a positive and on groups of one class."""
 
 import jax

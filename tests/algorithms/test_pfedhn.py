@@ -14,8 +14,6 @@ from toy import N, assert_close, assert_same
 from fedjax_pfl import local_training, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
 from fedjax_pfl.algorithms.pfedhn import generate
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)
@@ -34,10 +32,7 @@ DEFAULTS = simulate.hyperparameters(factory) | SMALL | {"inner_steps": 3}
 
 
 def cohort_of(ids, active=True, federation=None, key=KEY):
-    f = toy.federation() if federation is None else federation
-    nothing = {"round": jnp.int32(0), "evaluated": jnp.bool(False)}
-    active = jnp.broadcast_to(active, ids.shape)
-    return Cohort(f, TASK, ids, active, key=key, width=1, **nothing)
+    return toy.cohort(TASK, ids, active, federation, key)
 
 
 @functools.cache
@@ -102,7 +97,7 @@ def order_of(ids, key):
 
 @functools.partial(jax.jit, static_argnums=1)
 def mean_gradient(h, i):
-    """Of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
+    """Returns the gradient of client i's mean loss at h(e_i) with respect to psi and the embeddings, by
     autodiff through everything."""
     f = toy.federation()
     row = f.train.index[i][: toy.SIZES[i]]
@@ -123,14 +118,12 @@ def distance(a, b):
     )
 
 
-@pytest.mark.parametrize("mode", ["sequential", toy.slow("batched")])
-def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork(mode):
+def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork():
     h = begin().server["h"]
     hparams = PLAIN | {
         "inner_steps": None,
         "inner_lr": 0.3,
         "hyper_lr": 0.7,
-        "mode": mode,
     }
     # whose examples are one batch
     after = round_of(begin(), [4], steps=1, **hparams)["h"]
@@ -143,7 +136,7 @@ def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork(mode):
 
 @pytest.mark.parametrize(
     "still",
-    [{"mode": "sequential", "inner_lr": 0.0}, {"mode": "batched", "inner_steps": 0}],
+    [{"inner_lr": 0.0}, {"inner_steps": 0}],
 )
 def test_without_a_change_of_the_models_only_decay_moves(still):
     after = round_of(begin(), [1, 4], momentum=0.0, decay=0.5, hyper_lr=0.1, **still)[
@@ -153,16 +146,14 @@ def test_without_a_change_of_the_models_only_decay_moves(still):
         begin().server["h"]["psi"],
         begin().server["h"]["embeddings"].copy(),
     )
-    factor = 0.95 ** (2 if still["mode"] == "sequential" else 1)
-    assert_close(after["psi"], jax.tree.map(lambda x: factor * x, psi))
+    assert_close(after["psi"], jax.tree.map(lambda x: 0.95**2 * x, psi))
     embeddings[[1, 4]] *= 0.95
     np.testing.assert_allclose(after["embeddings"], embeddings, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["sequential", "batched"])
-def test_the_others_embeddings_stay(mode):
+def test_the_others_embeddings_stay():
     state = start()
-    after = round_of(state, [3, 0, 4], [True, False, True], mode=mode)
+    after = round_of(state, [3, 0, 4], [True, False, True])
     for name in ("h", "velocity"):
         old, new = (x[name]["embeddings"] for x in (state.server, after))
         assert_same(new[[0, 1, 2]], old[[0, 1, 2]])
@@ -270,8 +261,7 @@ def change_of(i, theta, key):
     ]
 
 
-@pytest.mark.parametrize("mode", ["sequential", "batched"])
-def test_rounds_are_the_plain_loops(mode):
+def test_rounds_are_the_plain_loops():
     state, oracle, ids = (
         begin(),
         Oracle(begin().server["h"]),
@@ -280,13 +270,8 @@ def test_rounds_are_the_plain_loops(mode):
     speed, own_speed = [np.zeros_like(x) for x in oracle.arrays()], np.zeros((N, 3))
     for t in range(2):
         key = jax.random.key(50 + t)
-        state = State(round_of(state, ids, key=key, mode=mode, **HYPER), state.clients)
-        groups = (
-            [[i] for i in np.asarray(order_of(ids, key))]
-            if mode == "sequential"
-            else [ids]
-        )
-        for group in groups:
+        state = State(round_of(state, ids, key=key, **HYPER), state.clients)
+        for group in [[i] for i in np.asarray(order_of(ids, key))]:
             total, own = [np.zeros_like(x) for x in oracle.arrays()], {}
             for i in group:
                 theta = oracle.forward(oracle.embeddings[i])[2]
@@ -314,21 +299,6 @@ def test_rounds_are_the_plain_loops(mode):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
-def test_one_client_is_the_same_in_both_modes():
-    one, other = (
-        round_of(start(), [2, 4], [False, True], mode=mode)
-        for mode in ("sequential", "batched")
-    )
-    assert_close(one, other)
-
-
-def test_the_sum_of_a_batch_does_not_depend_on_the_order():
-    one = round_of(start(), [3, 0, 4, 1], mode="batched")
-    assert_same(round_of(start(), [4, 3, 1, 0], mode="batched"), one)
-    unpadded = round_of(start(), [4, 1, 3, 0], mode="batched", places=4)
-    assert_close(unpadded, one)
-
-
 def test_a_step_is_no_longer_than_the_clip():
     after = round_of(
         begin(), [1], momentum=0.0, decay=0.0, clip=0.001, hyper_lr=2.0, inner_lr=100.0
@@ -345,62 +315,10 @@ def test_the_tasks_own_local_work():
     )
 
 
-@pytest.mark.parametrize("mode", ["sequential", "batched"])
-def test_nothing_moves_without_training_examples(mode):
+def test_nothing_moves_without_training_examples():
     f = toy.federation()
     f = f._replace(train=f.train._replace(size=np.zeros(N, np.int32)))
-    assert_same(round_of(start(), range(N), federation=f, mode=mode), start().server)
-
-
-NORMED = {
-    bn_stats: toy.task("norm", bn_stats=bn_stats)
-    for bn_stats in ("aggregate", "local", "batch")
-}
-
-
-# the contract has a round with local statistics, and others are below
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode, bn_stats",
-    [
-        ("sequential", "aggregate"),
-        ("batched", "aggregate"),
-        ("sequential", "local"),
-        ("batched", "batch"),
-    ],
-)
-def test_batch_norm(mode, bn_stats):
-    # the same in both modes
-    begin = toy.train(factory, NORMED[bn_stats], rounds=0, **SMALL).begin
-    got = toy.train(
-        factory, NORMED[bn_stats], rounds=5, begin=begin, mode=mode, **SMALL
-    )
-    state = got.state
-    toy.assert_finite((state, got.metrics.loss, got.outputs()))
-    assert got.metrics.loss[-1].mean() < got.metrics.loss[0].mean()
-    assert bool(jax.tree.leaves(state.clients)) == (bn_stats == "local")
-    assert bool(jax.tree.leaves(state.server["stats"])) == (bn_stats == "aggregate")
-
-
-@pytest.mark.slow
-def test_running_statistics_are_a_mean_by_examples():
-    """Of those that each client has after a round alone."""
-    task, ids, f = NORMED["aggregate"], jnp.arange(N, dtype=jnp.int32), toy.federation()
-    algorithm = factory(task, mode="batched", inner_steps=3, **SMALL)
-    here = {"key": KEY, "round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1}
-    run = jax.jit(
-        lambda state, active: (
-            algorithm.round(KEY, state, Cohort(f, task, ids, active, **here))[0].server
-        )
-    )
-    state = algorithm.init(KEY)
-    alone = [run(state, ids == i)["stats"] for i in range(N)]
-    together = run(state, ids >= 0)["stats"]
-    mean = lambda weights: jax.tree.map(
-        lambda *x: np.average(x, axis=0, weights=weights), *alone
-    )
-    assert_close(together, mean(toy.SIZES), 1e-5)
-    assert distance(together, mean(None)) > 1e-3
+    assert_same(round_of(start(), range(N), federation=f), start().server)
 
 
 def test_the_authors_size_of_an_embedding():
@@ -408,27 +326,3 @@ def test_the_authors_size_of_an_embedding():
         N,
         1 + N // 4,
     )
-
-
-def test_a_hypernetwork_that_is_too_large_is_refused():
-    with pytest.raises(
-        InputError,
-        match=r"hypernetwork .* 300,\d{3},\d{3} parameters, more than 268,435,456",
-    ):
-        factory(TASK, hidden=10_000)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"mode": "random"},
-        {"hidden": 0},
-        {"momentum": 1.5},
-        {"clip": 0.0},
-        {"inner_steps": -1},
-        {"decay": -1.0},
-    ],
-)
-def test_bad_input(wrong):
-    with pytest.raises(InputError):
-        factory(TASK, **wrong)

@@ -76,7 +76,7 @@ def train(method, **hparams):
 
 
 def test_plain_is_pfedc():
-    got, expected = train("privacy_pfedc", backend="plain"), train("pfedc", comm="full")
+    got, expected = train("privacy_pfedc", backend="plain"), train("pfedc")
     others = {"traffic": None, "clients": {"tasks": expected.metrics.clients["tasks"]}}
     assert_close(
         got.metrics._replace(**others), expected.metrics._replace(**others), 1e-5
@@ -156,15 +156,12 @@ OTHERS = {
 
 
 @pytest.mark.slow
-def test_with_drop_outs_other_heads_and_an_encrypted_body_it_is_stale_pfedc(tenseal):
+def test_with_drop_outs_and_other_heads_it_is_stale_pfedc(tenseal):
     some = toy.task(participation=(0.2, 0.8))
     expected = toy.train("pfedc", some, 4, download="stale", **OTHERS)
-    got = toy.train(
-        "privacy_pfedc", some, 4, backend="ckks", encrypt_phi=True, **OTHERS
-    )
+    got = toy.train("privacy_pfedc", some, 4, backend="ckks", **OTHERS)
     assert_close(got.state.server["body"], expected.state.server["body"], 1e-5)
     assert_close(got.state.clients, expected.state.clients, 1e-5)
-    assert not np.any(got.metrics.traffic.down) and not np.any(got.metrics.traffic.up)
     on = got.metrics.active
     np.testing.assert_array_equal(got.metrics.traffic.encrypted > 0, on)
     assert not on.all() and len(set(on.sum(axis=1))) > 1

@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks import latents
 from experiment import made
-from fedjax_pfl.experiment import feddva_figures, figures, results
+from fedjax_pfl.experiment import figures, results
 
 
 def lines(figure, panel=0):
@@ -45,26 +46,11 @@ def test_clients_are_drawn_from_the_worst_to_the_best(sweep):
     np.testing.assert_allclose(found[1][[0, -1]], [0.6, 0.4])
 
 
-def test_one_run_has_loss_and_matrices(tmp_path):
-    run = made.run(tmp_path / "a", "mnfl")
-    for t in range(6):
-        folder = run.path / "matrices" / "coefficients"
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / f"{t:05d}.npy", np.eye(4) * 9 + t / 10)
-    np.save(folder / "00003.npy", np.full((4, 4), np.nan))
-    drawn = figures.figures([run])
+def test_one_run_has_its_loss(tmp_path):
+    drawn = figures.figures([made.run(tmp_path / "a", "mnfl")])
     np.testing.assert_allclose(
         drawn["curves"].axes[2].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
     )
-    panels = drawn["coefficients"].axes[:4]
-    assert [axes.get_title() for axes in panels] == [f"round {t}" for t in (0, 2, 3, 5)]
-    assert panels[0].images[0].get_clim() == (0, 0.5)  # without the diagonal
-
-
-def test_equal_matrices_are_one_colour(tmp_path):
-    figure = figures._heat(np.full((1, 3, 3), 0.2) + 1e-6 * np.eye(3), [0], "a")
-    low, high = figure.axes[0].images[0].get_clim()
-    assert high - low == pytest.approx(0.002)
 
 
 def test_the_partition_has_a_bubble_per_client_and_class():
@@ -90,7 +76,7 @@ def test_probes_find_what_each_latent_holds():
     c = np.eye(3)[client] * 9 + rng.normal(size=(180, 3))
     kinds = np.array(["a", "b", "a"])[client]
     columns = {"client": client, "kind": kinds, "label": label}
-    found = feddva_figures.probes(pd.DataFrame(columns).assign(z=list(z), c=list(c)))
+    found = latents.probes(pd.DataFrame(columns).assign(z=list(z), c=list(c)))
     assert found["label_from_z"] > 0.95 > 0.65 > found["label_from_c"]
     assert found["kind_from_c"] > 0.95 and found["kind_from_z"] < 0.75
     assert found["kind_chance"] == pytest.approx(2 / 3) and found["label_chance"] == 0.5

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.contract import ENDINGS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics
@@ -49,7 +48,3 @@ def test_values_are_formatted():
     assert metrics.mean_std("acc", 0.9125, 0.01) == "91.2 ± 1.0"
     assert metrics.mean_std("elbo", -115.6, float("nan")) == "-115.6"
     assert metrics.text("acc", float("nan")) == "" and metrics.label("acc") == "acc (%)"
-
-
-def test_every_method_has_a_display_name():
-    assert set(metrics.METHODS) == set(ALGORITHMS)

@@ -34,6 +34,7 @@ def test_a_new_run_is_described_by_its_files(experiment, begun):
     recorded = begun.read("partition.json")
     assert len(recorded["data"]) == len(recorded["partition"]) == 64
     assert begun.read("versions.json")["jax"] == jax.__version__
+    assert begun.summary["headline"] == {"score": "acc", "better": "max"}
     assert begun.last == {"round": 5, "pre/acc": 0.5}
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment
+from fedjax_pfl.data import partition
 from fedjax_pfl.experiment import callbacks
 from fedjax_pfl.experiment.build import build
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.config import BY_FILE, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
-from fedjax_pfl.experiment.train import execute, standard_callbacks, train
+from fedjax_pfl.experiment.train import complete, execute, standard_callbacks, train
 
 CONFIG = Config(
     algo="fedavg",
@@ -140,6 +141,32 @@ def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsy
     capsys.readouterr()
     assert run("--resume", f"--workdir={directory.path}") == 0
     assert "round 1/" not in capsys.readouterr().out  # nothing is trained
+
+
+def test_a_run_with_patience_may_grow(tmp_path):
+    directory, config = RunDirectory(tmp_path), CONFIG.replace(patience=2)
+    directory.write("config.json", vars(config))
+    ended = {"status": "complete", "unseen_rounds": 1, "patience": 2}
+    directory.write("summary.json", ended | {"rounds": config.rounds})
+    assert complete(directory, config)
+    assert not complete(directory, config.replace(rounds=7))
+    directory.write("summary.json", ended | {"rounds": 4})  # stopped early
+    assert complete(directory, config.replace(rounds=7))
+    assert not complete(directory, config.replace(patience=3))
+
+
+def test_the_others_train_as_without_the_unseen_clients(tmp_path):
+    some = build(CONFIG.replace(unseen=0.4, rounds=2))
+    partition.save(tmp_path / "others.npz", some.partition, some.dataset)
+    file = dict.fromkeys((*BY_FILE, "clients"))
+    file |= {"partition": f"file:{tmp_path / 'others.npz'}", "unseen": 0.0}
+    found = []
+    for e in (some, build(CONFIG.replace(rounds=2, **file))):
+        rounds = []
+        train(e, [lambda x, rounds=rounds: rounds.append(x._replace(state=None))])
+        found.append(rounds)
+    assert some.task.num_clients == 3 and len(found[0]) == 3
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_results_are_printed_and_tabulated(tmp_path, capsys):

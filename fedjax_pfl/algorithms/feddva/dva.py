@@ -5,20 +5,13 @@ Axes: B batch, d dimensions of a latent. All terms are sums over dimensions or p
 for each example, in nats.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from chex import Numeric
 from jax import lax
 
-from fedjax_pfl.errors import choose
 from fedjax_pfl.models.vae import Gaussian
 from fedjax_pfl.types import Array
-
-REGULARISERS = ("paper_max", "code_hinge")
-RECONSTRUCTIONS = ("gaussian", "focal")
-FOCUS = 5  # gamma of the focal reconstruction, as in the released code
 
 
 def sample(key: Array, q: Gaussian) -> Array:
@@ -30,7 +23,7 @@ def sample(key: Array, q: Gaussian) -> Array:
 
 
 def kl(p: Gaussian, q: Gaussian) -> Array:
-    """KL(p || q) of each example (FedDVA, Eq. 24), [B]."""
+    """Computes KL(p || q) of each example (FedDVA, Eq. 24), [B]."""
     square, ratio = (p.mean - q.mean) ** 2, p.log_var - q.log_var
     return 0.5 * jnp.sum(
         square * jnp.exp(-q.log_var) + jnp.exp(ratio) - 1 - ratio, axis=-1
@@ -38,28 +31,26 @@ def kl(p: Gaussian, q: Gaussian) -> Array:
 
 
 def kl_standard(q: Gaussian) -> Array:
-    """KL(q || N(0, I)) of each example (FedDVA, Eq. 6), [B]."""
+    """Computes KL(q || N(0, I)) of each example (FedDVA, Eq. 6), [B]."""
     return kl(q, jax.tree.map(jnp.zeros_like, q))
 
 
-def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
-    """Upper bound of KL(q_i || the batch's mixture), the mean over j of KL(q_i || q_j)
-    (FedDVA, Eq. 26), [B].
+def mixture_bound(q: Gaussian, mask: Array) -> Array:
+    """Computes an upper bound of KL(q_i || the batch's mixture), the mean over j of
+    KL(q_i || q_j) (FedDVA, Eq. 26), [B].
 
     Args:
       q: of each example, i and j; the pair i = j counts and adds 0.
       mask: [B] bool, the examples over which j runs.
-      detach: no gradient through the side of j, the mixture being a constant, as in the
-        released code.
 
     Note:
-      In time O(B d), from four means over j: the sum over pairs factorises. The means
-      are taken about the batch's, on which the bound does not depend, or they would
-      cancel where it is far from 0.
+      The mixture is a constant in the gradient, as in the released code. Four means
+      over j take O(B d), since the sum over pairs factorises. They are centred, as the
+      bound does not depend on the batch's mean, but its rounding does.
     """
     centre = lax.stop_gradient(_mean(q.mean, mask))
     q = q._replace(mean=q.mean - centre)
-    other = lax.stop_gradient(q) if detach else q
+    other = lax.stop_gradient(q)
     precision = jnp.exp(-other.log_var)
     parts = (
         precision,
@@ -79,62 +70,32 @@ def mixture_bound(q: Gaussian, mask: Array, detach: bool = True) -> Array:
     return 0.5 * jnp.sum(total, axis=-1)
 
 
-def personal_term(
-    q: Gaussian,
-    mask: Array,
-    xi: Numeric,
-    regulariser: str = "paper_max",
-    detach: bool = True,
-) -> Array:
-    """The regulariser R_c of the personal latent for each example, [B].
+def personal_term(q: Gaussian, mask: Array, xi: Numeric) -> Array:
+    """Computes the regulariser R_c of the personal latent for each example: the larger
+    of KL(q || N(0, I)) and xi + `mixture_bound` (FedDVA, Eq. 7), [B].
 
     Args:
       q: q(c|x, z).
       mask: [B] bool, the valid examples.
       xi: slack in nats; 8 d_c in the paper.
-      regulariser: one of paper_max: max(xi + A, B) (Eq. 7) with A the mixture bound and
-        B = KL(q || N(0, I)): below the slack it draws
-          the client's examples together, above it is the ordinary divergence;
-        code_hinge: KL(q || N(the batch's mean of the means, I)) + relu(xi + A - B), as
-          in the released code: while active it also drives the client's examples away
-          from the origin.
-      detach: see `mixture_bound`.
-
-    Raises:
-      InputError: for another regulariser.
     """
-    choose("regulariser", regulariser, REGULARISERS)
     divergence = kl_standard(q)
-    hinge = jax.nn.relu(xi + mixture_bound(q, mask, detach) - divergence)
-    if regulariser == "paper_max":
-        return divergence + hinge
-    centre = lax.stop_gradient(_mean(q.mean, mask))
-    return kl(q, Gaussian(centre, jnp.zeros_like(q.log_var))) + hinge
+    return divergence + jax.nn.relu(xi + mixture_bound(q, mask) - divergence)
 
 
-def reconstruction(x: Array, mean: Array, kind: str = "gaussian") -> Array:
-    """The negative log-likelihood of images x under p(x|z, c), [B].
+def reconstruction(x: Array, mean: Array) -> Array:
+    """Computes half the squared error of images, the negative log-likelihood of a
+    Gaussian of unit variance without its constant, [B].
 
     Args:
       x: [B, ...].
       mean: the decoder's, of the same shape.
-      kind: one of gaussian: of unit variance, without the constant log(2 pi) / 2 a
-        pixel: half the squared error; focal: the sum over pixels of -(1 - u)^5 log u, u
-        the density of that Gaussian, as in the released code.
-
-    Raises:
-      InputError: for another kind.
     """
-    choose("reconstruction", kind, RECONSTRUCTIONS)
-    half = 0.5 * (x - mean) ** 2
-    if kind == "focal":
-        log_density = -half - 0.5 * math.log(2 * math.pi)
-        half = -((1 - jnp.exp(log_density)) ** FOCUS) * log_density
-    return jnp.sum(half, axis=tuple(range(1, x.ndim)))
+    return jnp.sum(0.5 * (x - mean) ** 2, axis=tuple(range(1, x.ndim)))
 
 
 def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
-    """The scores of each example: {name: [B]}.
+    """Returns the scores of each example: {name: [B]}.
 
     `reconstruction` (half the squared error), `kl_z` and `kl_c` (to N(0, I)), lower
     being better, and their negative sum `elbo`: the evidence lower bound without the
@@ -149,8 +110,8 @@ def terms(x: Array, mean: Array, z: Gaussian, c: Gaussian) -> dict[str, Array]:
 
 
 def _mean(values: Array, mask: Array) -> Array:
-    """Mean of values [B, d] over the rows where `mask` [B] holds, [1, d]; 0 without
-    one."""
+    """Computes the mean of values [B, d] over the rows where `mask` [B] holds, [1,
+    d]; 0 without one."""
     weight = mask[:, None].astype(values.dtype)
     total = jnp.where(mask[:, None], values, 0).sum(axis=0, keepdims=True)
     return total / jnp.maximum(weight.sum(axis=0, keepdims=True), 1)

@@ -18,7 +18,7 @@ from annotated_types import Ge, Interval
 from fedjax_pfl import averaging, evaluation, keys, local_training, trees
 from fedjax_pfl.algorithms.feddva import phases as dva_phases
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.errors import check, choose
+from fedjax_pfl.errors import check
 from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.types import (
     Algorithm,
@@ -31,14 +31,11 @@ from fedjax_pfl.types import (
     Update,
 )
 
-# the first phase has the client's key
-LATER = (keys.Client.SECOND_PHASE, keys.Client.THIRD_PHASE)
-
 
 # a factory is called whenever something is traced, and building takes half a second
 @functools.lru_cache(maxsize=8)
 def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
-    """The networks, and the shapes of their variables."""
+    """Returns the networks, and the shapes of their variables."""
     nets = vae.dual_vae(*args, bn_stats=bn_stats)
     return nets, jax.eval_shape(lambda: dva_phases.init(nets, jax.random.key(0)))
 
@@ -50,14 +47,10 @@ def networks(
     hidden: int = 512,
     head: str = "none",
 ) -> tuple[vae.DualVAE, PyTree]:
-    """The networks for the task's prepared inputs, see `feddva`, and the shapes of
-    their variables; nothing of `task.model` is in them."""
+    """Returns the networks for the task's prepared inputs, see `feddva`, and the
+    shapes of their variables; nothing of `task.model` is in them."""
     shape = task.prepared.shape[1:]
-    classes = (
-        None
-        if choose("head", head, ("none", *dva_phases.HEADS)) == "none"
-        else task.num_classes
-    )
+    classes = None if head == "none" else task.num_classes
     widths = cnn_dva.channels(shape, hidden)
     why = (
         f"each of {len(widths)} convolutions has half the channels of the next, and "
@@ -70,7 +63,8 @@ def networks(
 
 
 def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores:
-    """The terms of `dva.terms`, and with a classifier the scores of its logits."""
+    """Returns the terms of `dva.terms`, and with a classifier the scores of its
+    logits."""
     terms = dva_phases.totals(outputs, mask)
     return terms | (
         evaluation.classification(outputs["logits"], y, mask, c)
@@ -91,10 +85,6 @@ def feddva(
     xi: Annotated[float, Ge(0)] = 8.0,
     head: Literal["none", "personal", "shared"] = "none",
     cls: Annotated[float, Ge(0)] = 1.0,
-    mode: Literal["paper", "code"] = "paper",
-    regulariser: Literal["paper_max", "code_hinge"] = "paper_max",
-    reconstruction: Literal["gaussian", "focal"] = "gaussian",
-    detach: bool = True,
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Algorithm:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
@@ -115,12 +105,8 @@ def feddva(
         8 d_c), 0.5 in its notebooks.
       head: a classifier of [z; c], one of none, personal (kept by its client),
         shared.
-      cls: weight of its cross entropy in [0, inf); 1 in the code.
-      mode: one of paper (two phases), code (three, see `dva_phases.phases`).
-      regulariser: R_c, one of paper_max (Eq. 7), code_hinge (see `dva.personal_term`).
-      reconstruction: one of gaussian (unit variance), focal (see `dva.reconstruction`).
-      detach: whether the batch's mixture counts as a constant in R_c's gradient, as in
-        the code, true or false.
+      cls: weight of its cross entropy in [0, inf); 1, as neither the paper nor its code
+        gives one.
       exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
         of c is kept by its client).
 
@@ -129,7 +115,10 @@ def feddva(
         2^k pixels, k >= 3 (28, 30, 32; 60, 62, 64), or a value out of range.
 
     Note:
-      Each phase is the task's whole local work with a fresh optimizer; the paper's is
+      As in the paper there are two phases; the released code has three, with c drawn
+      from its prior in the first two, a hinge as R_c and a focal reconstruction. The
+      batch's mixture is a constant in R_c's gradient, as in the code. Each phase is the
+      task's whole local work with a fresh optimizer; the paper's is
       Adam with rate 0.001. The server weights encoders by training examples (the
       paper's sum over all clients, of losses that are sums over examples, counts sizes
       twice). Running statistics always stay with their client, as in the code. Scores
@@ -139,18 +128,8 @@ def feddva(
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
-    phases = dva_phases.phases(
-        nets,
-        mode,
-        owner,
-        alpha=alpha,
-        beta=beta,
-        xi=xi * personal,
-        cls=cls,
-        regulariser=regulariser,
-        reconstruction=reconstruction,
-        detach=detach,
-    )
+    weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
+    decoder, encoders = dva_phases.phases(nets, owner, **weights)
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
     sgd = local_training.bind(task)
@@ -163,14 +142,14 @@ def feddva(
         return lambda x, mask: dva_phases.outputs(nets, variables, x, mask)
 
     def client(c, server, own):
-        w, values = split.receive(server, own), {}
-        for phase, stream in zip(phases, (None, *LATER), strict=False):
-            w, value = sgd(c, w, loss=phase.loss, train=phase.parts, stream=stream)
-            values[f"loss_{phase.parts[0]}"] = value
-        *before, last = values
+        w = split.receive(server, own)
+        # The decoder with frozen encoders.
+        w, first = sgd(c, w, loss=decoder.loss, train=decoder.parts)
+        # The encoders with a frozen decoder.
+        stream = keys.Client.SECOND_PHASE
+        w, value = sgd(c, w, loss=encoders.loss, train=encoders.parts, stream=stream)
         upload, own = split.send(w)
-        more = {name: values[name] for name in before}
-        return Update(upload, own, predictor(w), values[last], more)
+        return Update(upload, own, predictor(w), value, {"loss_decoder": first})
 
     def predict(server, own, c):
         return predictor(split.receive(server, own))

@@ -51,12 +51,12 @@ class Layer(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Path, ...]:
-        """Those of all groups."""
+        """Returns the tensors of all groups."""
         return tuple(path for group in self.groups for path in group.tensors)
 
 
 def layers(variables: PyTree) -> list[Layer]:
-    """The hidden layers of a model in order, known by the names that `nets` and
+    """Returns the hidden layers of a model in order, known by the names that `nets` and
     `resnet` give to variables.
 
     Args:
@@ -93,9 +93,9 @@ def _chain(variables: PyTree) -> list[Layer | None]:
 
 
 def _pairs(variables: PyTree, chain: list[Path]) -> list[Layer | None]:
-    """The layers of a chain but the last, None where two do not fit."""
+    """Returns the layers of a chain but the last, None where two do not fit."""
 
-    def layer(path: Path, reader: Path) -> Layer | None:
+    def layer(path, reader):
         norms: list[Path] = [("norms", path[-1])] if path[1] == "convs" else []
         group = _group(variables, [path], norms, [reader])
         return Layer((group,), (group,)) if group else None
@@ -104,8 +104,8 @@ def _pairs(variables: PyTree, chain: list[Path]) -> list[Layer | None]:
 
 
 def _residual(variables: PyTree) -> list[Layer | None]:
-    """The stages of a residual network and its linear layers; a stage begins where a
-    block projects its input."""
+    """Returns the stages of a residual network and its linear layers; a stage begins
+    where a block projects its input."""
     after = [*_stack(variables, ("body", "dense", "layers")), HEAD]
     # what writes to the stream first, and the blocks
     stages: list[tuple[Path, list[Path]]] = [(STEM, [])]
@@ -127,8 +127,8 @@ def _residual(variables: PyTree) -> list[Layer | None]:
 def _stage(
     variables: PyTree, first: Path, blocks: list[Path], readers: list[Path]
 ) -> Layer | None:
-    """One permutation of the stream, to which `first` and the second convolution of
-    each block add, and one a block.
+    """Returns one permutation of the stream, to which `first` and the second
+    convolution of each block add, and one a block.
 
     A block's own neurons can be compared once their inputs are in order, and its second
     convolution after these.
@@ -165,14 +165,15 @@ def _stage(
 
 
 def _stack(variables: PyTree, path: Path) -> list[Path]:
-    """The paths of the members of a list."""
+    """Returns the paths of the members of a list."""
     return [(*path, str(i)) for i in range(len(_children(variables, path)))]
 
 
 def _group(
     variables: PyTree, written: list[Path], norms: list[Path], reading: list[Path]
 ) -> Group | None:
-    """The group of layers that only these read; None where they do not fit each other.
+    """Returns the group of layers that only these read; None where they do not fit each
+    other.
 
     Args:
       norms: the batch norms of what is written, paths inside of body and stats.
@@ -192,8 +193,8 @@ def _group(
 
 
 def _tensors(variables: PyTree, layer: Path) -> list[Path]:
-    """The paths of a layer's kernel and, if it has one, bias; none where the layer is
-    of another kind."""
+    """Returns the paths of a layer's kernel and, if it has one, bias; none where the
+    layer is of another kind."""
     found = _children(variables, layer)
     names = ["kernel", "bias"][: len(found)]
     return [(*layer, name) for name in names] if set(names) == set(found) else []
@@ -206,7 +207,7 @@ def _at(tree: PyTree, path: Path) -> PyTree:
 
 
 def _children(tree: PyTree, path: Path) -> dict[str, PyTree]:
-    """The dict at a path of nested dicts; empty where there is none."""
+    """Returns the dict at a path of nested dicts; empty where there is none."""
     found = _at(tree, path)
     return found if isinstance(found, dict) else {}
 
@@ -216,21 +217,22 @@ def _keys(path: tuple[jax.tree_util.DictKey, ...]) -> Path:
 
 
 def mask(variables: PyTree, paths: tuple[Path, ...]) -> PyTree:
-    """The structure of the variables as Python booleans, True at these leaves."""
+    """Returns the structure of the variables as Python booleans, True at these
+    leaves."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: _keys(path) in paths, variables
     )
 
 
 def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
-    """One client's variables with neuron order[g] of the group in path g; the function
-    of the network is unchanged.
+    """Returns one client's variables with neuron order[g] of the group in path g; the
+    function of the network is unchanged.
 
     Args:
       order: [width] int32.
     """
 
-    def moved(path: tuple[jax.tree_util.DictKey, ...], x: Array) -> Array:
+    def moved(path, x):
         if _keys(path) in group.tensors:
             x = x[..., order]
         if _keys(path) in group.readers:
@@ -243,8 +245,8 @@ def permute(variables: PyTree, group: Group, order: Array) -> PyTree:
 
 
 def neurons(variables: PyTree, group: Group) -> Array:
-    """One client's rows [width, d] of a group: each neuron's incoming weights and
-    bias."""
+    """Returns one client's rows [width, d] of a group: each neuron's incoming
+    weights and bias."""
     parts = [_at(variables, path).astype(float) for path in group.rows]
     return jnp.concatenate([x.reshape(-1, group.width) for x in parts]).T
 
@@ -277,12 +279,12 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
     first = jnp.tile(jnp.arange(rows.shape[1], dtype=jnp.int32), (rows.shape[0], 1))
 
     def sweep(
-        carry: tuple[Array, Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array]:
+        carry,
+    ):
         n, _, total, before = carry
         queue = jnp.lexsort((ids, priority[:, n], ~here))
 
-        def turn(i: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        def turn(i, so_far):
             s = queue[i]
             return lax.cond(
                 here[s] & ((n > 0) | (s != start)),
@@ -290,7 +292,7 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
                 lambda: so_far,
             )
 
-        def again(s: Array, total: Array, orders: Array) -> tuple[Array, Array]:
+        def again(s, total, orders):
             rest = jnp.where(n > 0, total - rows[s][orders[s]], total)
             # the squares in ||x - g||^2 add up to the same for every assignment, and a
             # mean orders them as a sum does
@@ -309,12 +311,12 @@ def match(rows: Array, ids: Array, sizes: Array, priority: Array) -> Array:
 
 
 def _assignment(gain: Array) -> Array:
-    """The columns [width] of a gain [width, width] whose sum over the rows is largest;
-    on the host."""
+    """Returns the columns [width] of a gain [width, width] whose sum over the rows
+    is largest; on the host."""
     # imported here: it takes a sixth of a command's start
     from scipy.optimize import linear_sum_assignment
 
-    def solve(gain: np.ndarray) -> np.ndarray:
+    def solve(gain):
         _, columns = linear_sum_assignment(np.nan_to_num(gain), maximize=True)
         return np.asarray(columns, np.int32)
 

@@ -9,7 +9,7 @@ are, and of which MNFL is a variant.
 
 import functools
 import math
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,21 +35,14 @@ from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     slope,
     uniform,
 )
-from fedjax_pfl.algorithms.public_data import Predictions
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
-    Array,
-    Client,
-    Cohort,
-    Idle,
     Metrics,
     Own,
     State,
     Task,
-    Traffic,
 )
 
 
@@ -87,10 +80,8 @@ class Exchange(NamedTuple):
 TRANSFER = keys.Client.TRANSFER
 
 
-def transfer(
-    task: Task, rule: Rule, on: Exchange, space: str = "prob", public_epochs: int = 0
-) -> Algorithm:
-    """The round that the methods of this family share, which differ in their
+def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
+    """Returns the round that the methods of this family share, which differ in their
     coefficients (KT-pFL, Algorithm 1).
 
     Private training, predictions, their mixture, training on it; with order=code the
@@ -98,13 +89,10 @@ def transfer(
     examples neither teaches nor learns.
     """
     n, size = task.num_clients, public_data.count(task, on.public_size)
-    check_sent(task, on, size, public_epochs > 0)
+    numbers = math.prod(task.public.shape[1:])  # type: ignore[union-attr]  # `count` has checked it
     lr = task.lr if on.public_lr is None else on.public_lr
     distance = functools.partial(
-        mixtures.distance,
-        temperature=on.temperature,
-        space=space,
-        reduction=on.reduction,
+        mixtures.distance, temperature=on.temperature, reduction=on.reduction
     )
     public_task = task._replace(
         lr=lr, batch_size=on.public_batch, drop_last=False, augment=None
@@ -120,7 +108,7 @@ def transfer(
     def predictions(c, w, index):
         data = public_data.subset(c.public, index, c.train.size > 0)
         z = public_data.logits(c.model, w, data, task.num_classes, on.public_batch)
-        return z if space == "logit" else jax.nn.softmax(z / on.temperature)
+        return jax.nn.softmax(z / on.temperature)
 
     def distil(c, w, index, target):
         data = public_data.subset(c.public, index, c.train.size > 0)
@@ -134,9 +122,6 @@ def transfer(
         # Private training, and the model's predictions for the round's public examples.
         def teach(c, w):
             value = jnp.zeros(())
-            if public_epochs:
-                epochs = jnp.where(start, public_epochs, 0)
-                w = public_data.pretrain(c, w, public_task, epochs)
             if first:
                 w, value = sgd(c, w)
             elif on.warmup_epochs:
@@ -154,13 +139,18 @@ def transfer(
 
         # The coefficients of the student's mixture, and training on it.
         def learn(c, w, outputs, value):
-            used, kept = rule.coefficients(asked(c, cohort, a, outputs, given))
+            share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
+            row, own = a[c.id][given.ids], given.ids == c.id
+            used, kept = rule.coefficients(Asked(row, own, outputs, given, share))
             weight = public_data.normalised(used, given.here)
             w, gap = distil(c, w, index, public_data.mean(weight, given))
             if not first:
                 w, value = sgd(c, w)
             post = evaluation.post(cohort, c, predictor(c.model, w))
-            return Own(w), written(a[c.id], kept, given), value, gap, post
+            # The round's clients have their coefficients in the row, [N].
+            at = jnp.where(given.here, given.ids, n + jnp.arange(len(given.ids)))
+            row = a[c.id].at[at].set(kept, mode="drop")
+            return Own(w), row, value, gap, post
 
         w, rows, value, gap, post = cohort.map(
             learn, w, outputs, value, phase=1 if first else 0
@@ -180,75 +170,20 @@ def transfer(
         whole = whole._replace(ints=size * part, messages=3 * part)
         if on.public_at == "clients":
             return whole
-        return with_pool(whole, task, cohort, size, public_epochs > 0)
+        return whole._replace(public_data=size * numbers * part)
 
     alone = (
         "its clients learn from each other's predictions within a round, of which the "
         "server keeps none"
     )
-    what = (
-        "the mixture is the mean of all predictions, as FedMD's is. --hparam=lam=N (N "
-        "clients) and a larger "
-    )
-    idle = Idle(
-        "coefficients",
-        rule.start or 0,
-        min(1e-3, 0.1 / n),
-        f"{what}coef_lr or coef_steps make them move.",
-    )
-    options: dict[str, Any] = {
-        "no_unseen": alone,
-        "idle": () if rule.start is None or n == 1 else (idle,),
-    }
     return Algorithm(
         init,
         round,
         predict,
         evaluation.classification,
         sent,
-        **options,
+        no_unseen=alone,
     )
-
-
-def check_sent(task: Task, on: Exchange, size: int, labels: bool) -> None:
-    """Raises InputError if the examples of `with_pool` have more numbers than an int32
-    counts."""
-    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `public_data.count` has asked for it
-    if (
-        on.public_at == "server"
-        and (pool if labels else size) * math.prod(shape) >= 2**31
-    ):
-        raise InputError(
-            "public_at=server sends 2^31 numbers or more in a round: take fewer public "
-            "examples."
-        )
-
-
-def with_pool(
-    sent: Traffic, task: Task, cohort: Cohort, size: int, labels: bool
-) -> Traffic:
-    """The traffic of clients that also receive `size` public examples a round; to learn
-    their labels first, all of the pool in round 0, and the labels."""
-    pool, *shape = task.public.shape  # type: ignore[union-attr]  # `exchange` has asked for it
-    part, first = cohort.trained.astype(jnp.int32), labels & (cohort.round == 0)
-    values = jnp.where(first, pool, size) * math.prod(shape) * part
-    return sent._replace(
-        ints=sent.ints + jnp.where(first, pool, 0) * part, public_data=values
-    )
-
-
-def asked(
-    c: Client, cohort: Cohort, a: Array, outputs: Array, given: Predictions
-) -> Asked:
-    """Returns the input of a client's rule; a [N, N] are the coefficients so far."""
-    share = jnp.float32(c.train.size) / jnp.maximum(1, cohort.total)
-    return Asked(a[c.id][given.ids], given.ids == c.id, outputs, given, share)
-
-
-def written(row: Array, kept: Array, given: Predictions) -> Array:
-    """A row [N] of the coefficients with those of the round's clients, kept [S]."""
-    columns = jnp.where(given.here, given.ids, len(row) + jnp.arange(len(given.ids)))
-    return row.at[columns].set(kept, mode="drop")
 
 
 @register("mnfl_het", several_architectures=True)
@@ -278,14 +213,16 @@ def mnfl_het(
       The projection to the simplex is ours: without it the rows' sums drift. Of a
       round's clients the block of rows and columns moves, normalised in their mixtures,
       and each row keeps what it weighs there. With order=code a mixture has the
-      coefficients after their step. The penalty is stepped implicitly, which equals
-      the paper's Eq. 7 to first order and is stable for every rho.
+      coefficients after their step. Eq. 7 as printed takes the gradient at the models
+      after the training on public examples, which would need a second upload. Here it
+      is taken at the predictions of the round, as in the authors' code. The penalty is
+      stepped implicitly, which equals its gradient step to first order and is stable
+      for every rho.
 
       At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
-      by a client's share of all examples, so that this is FedMD, and a run that ends so
-      says it. lam=N takes the share away (experiments/README.md, "MNFL's
-      coefficients"). As in FedMD `pre` scores the model after its local training and
-      the public examples: to be compared with FedAvg's `post`.
+      by a client's share of all examples: this is FedMD then, of which a run warns.
+      lam=N takes the share away. As in FedMD `pre` scores the model after its local
+      training and the public examples: to be compared with FedAvg's `post`.
     """
 
     mean = 1 / task.num_clients
@@ -311,29 +248,18 @@ def fedmd(
     task: Task,
     *,
     on: Exchange,
-    space: Literal["prob", "logit"] = "prob",
-    public_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
 ) -> Algorithm:
     """Trains each client's own model on its examples, then on the mean prediction of
     all for public examples.
 
-    Args:
-      space: what is averaged, one of prob (softmax outputs, learnt by KL divergence, as
-        KT-pFL runs it), logit (logits, learnt by absolute error, as the authors' code
-        does).
-      public_epochs: over all public examples with their labels before round 0, in [0,
-        10000]; the authors train until this stops to help, KT-pFL does not, so 0.
-
     Note:
-      The authors' models have the public classes among their outputs; here these are
-      outputs of the first epochs only, and what is exchanged are the private classes,
-      as in KT-pFL. `post` scores are of the model at the end of the round: with
-      order=paper after the training on public examples. The loss is that of the private
-      training, `transfer_loss` that on the public examples. What is trained before
-      round 0, on public labels (then order=paper goes on with round 0's private
-      training, order=code with its warm-up), is of round 0's clients.
+      Softmax outputs for the private classes are averaged, and learnt by KL divergence,
+      as KT-pFL runs it. The authors average logits, learnt by absolute error, and first
+      train on the labels of the public examples. `post` scores are of the model at the
+      end of the round: with order=paper after the training on public examples. The loss
+      is that of the private training, `transfer_loss` that on the public examples.
     """
-    return transfer(task, Rule(uniform), on, space, public_epochs)
+    return transfer(task, Rule(uniform), on)
 
 
 @register("sim_pfd", several_architectures=True)

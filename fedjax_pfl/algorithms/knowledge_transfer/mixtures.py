@@ -43,32 +43,27 @@ class Rule(NamedTuple):
     start: float | None = None
 
 
-def distance(
-    target: Array, z: Array, temperature: Numeric, space: str, reduction: str
-) -> Array:
-    """Computes the loss of each row, [B]: KL(target || softmax(z / T)), or the absolute
-    error.
+def distance(target: Array, z: Array, temperature: Numeric, reduction: str) -> Array:
+    """Computes the loss of each row, [B]: KL(target || softmax(z / T)).
 
     Args:
-      target: [B, C], probabilities, or logits if the space is "logit".
+      target: probabilities [B, C].
       z: logits [B, C].
       reduction: "mean" divides the divergence by the number of classes.
     """
-    if space == "logit":
-        return jnp.mean(jnp.abs(z - target), axis=-1)
     kl = divergence(target, z, temperature)
     return kl / z.shape[-1] if reduction == "mean" else kl
 
 
 def uniform(asked: Asked) -> tuple[Array, Array]:
-    """FedMD: the same weight for all."""
+    """Returns FedMD's weights: the same for all."""
     weight = normalised(jnp.ones_like(asked.row), asked.given.here)
     return weight, weight
 
 
 def cosines(asked: Asked) -> Array:
-    """The cosine [S] of the student's predictions with each teacher's, rounded so that
-    ties do not depend on the layout."""
+    """Returns the cosine [S] of the student's predictions with each teacher's,
+    rounded so that ties do not depend on the layout."""
     flat = asked.given.outputs.reshape(len(asked.own), -1)
     mine = asked.outputs.reshape(-1)
     norm = jnp.sqrt(jnp.sum(flat * flat, axis=1) * jnp.sum(mine * mine))
@@ -78,15 +73,15 @@ def cosines(asked: Asked) -> Array:
 
 
 def similar(asked: Asked) -> tuple[Array, Array]:
-    """Sim-pFD: weights proportional to the cosine."""
+    """Returns Sim-pFD's weights, proportional to the cosine."""
     here = asked.given.here
     weight = normalised(jnp.where(here, cosines(asked), 0), here)
     return weight, weight
 
 
 def nearest(asked: Asked, neighbours: int) -> tuple[Array, Array]:
-    """TopK-pFD: the student itself and the most similar others, of equal ones the lower
-    id, with the same weight."""
+    """Returns TopK-pFD's weights: the student itself and the most similar others, of
+    equal ones the lower id, with the same weight."""
     here, cosine = asked.given.here, cosines(asked)
     order = jnp.where(here, cosine + asked.own, -jnp.inf)
     _, best = jax.lax.top_k(order, min(neighbours, len(here)))
@@ -96,8 +91,9 @@ def nearest(asked: Asked, neighbours: int) -> tuple[Array, Array]:
 
 
 def slope(row: Array, asked: Asked) -> Array:
-    """The gradient [S] of KL(t || s) with respect to the normalised row, t its mixture
-    and s the student's own predictions, as a mean over the public examples."""
+    """Returns the gradient [S] of KL(t || s) with respect to the normalised row, t
+    its mixture and s the student's own predictions, as a mean over the public
+    examples."""
     t = mean(row, asked.given)
     ratio = jnp.log(jnp.maximum(t, TINY) / jnp.maximum(asked.outputs, TINY)) + 1
     return jnp.tensordot(asked.given.outputs, ratio, 2, precision=EXACT) / len(t)

@@ -21,7 +21,7 @@ NEGLIGIBLE = 1e-12
 
 
 def columns(head: PyTree, h: Array) -> Array:
-    """All branches' logits [B, L] of a linear head and features h [B, K]."""
+    """Computes all branches' logits [B, L] of a linear head and features h [B, K]."""
     return h @ head["kernel"] + head["bias"][None]
 
 
@@ -41,7 +41,8 @@ def gram(b: Branches, residual: Array, kernel: Array) -> Array:
 
 
 def class_logits(b: Branches, z: Array) -> Array:
-    """The logits [B, C] of columns z [B, L]; where a task is open, against a no of 0.
+    """Returns the logits [B, C] of columns z [B, L]; where a task is open, against a no
+    of 0.
 
     With group_binary the classes of a group share its logit.
     """
@@ -53,7 +54,7 @@ def class_logits(b: Branches, z: Array) -> Array:
 
 
 def _reject(b: Branches, z: Array) -> Array:
-    """The reject logit of every task, [B, T]; 0 where it has none."""
+    """Returns the reject logit of every task, [B, T]; 0 where it has none."""
     column = len(b.of) + np.cumsum(~b.binary) - 1
     return jnp.where(b.binary[None], 0, z[:, np.where(b.binary, 0, column)])
 
@@ -90,8 +91,8 @@ def task_losses(
 
 
 def _class_losses(b: Branches, z: Array, y: Array) -> Array:
-    """The loss of every sample under every task whose logits are those of its classes,
-    [B, T]."""
+    """Returns the loss of every sample under every task whose logits are those of
+    its classes, [B, T]."""
     no, z = _reject(b, z) if b.head == "group_reject" else None, z[:, : len(b.of)]
     hit = jax.nn.one_hot(y, z.shape[1], dtype=bool)
     # [C, T], by which the product only selects: it must not round
@@ -117,14 +118,14 @@ def _inside(b: Branches, y: Array) -> Array:
 
 
 def samples(b: Branches, y: Array, mask: Array) -> Array:
-    """Which samples a task looks at, [B, T] bool: all if it is open, else those with a
-    label in its group."""
+    """Returns the samples of each task, [B, T] bool: all if it is open, else those
+    with a label in its group."""
     return (_inside(b, y) | b.open[None]) & mask[:, None]
 
 
 def min_norm_weights(m: Array, losses: Array, active: Array, normalise: str) -> Array:
-    """alpha [T] on the simplex over `active` [T]; tasks with a negligible gradient are
-    left out (26.2, step 2)."""
+    """Computes alpha [T] on the simplex over `active` [T]; tasks with a negligible
+    gradient are left out (26.2, step 2)."""
     norms = jnp.diag(m)
     scale = losses * jnp.sqrt(norms) if normalise == "loss+" else jnp.ones_like(norms)
     moving = active & (norms > NEGLIGIBLE * jnp.max(jnp.where(active, norms, 0)))
@@ -159,8 +160,8 @@ def branch_loss(
     one_class: Array | bool = False,
     absent: Array | None = None,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree, dict[str, Array]]]:
-    """The weighted sum of a client's task losses (Eq. 5 with MGDA-UB's weights), as
-    `local_training.sgd` takes it.
+    """Returns the weighted sum of a client's task losses (Eq. 5 with MGDA-UB's
+    weights), as `local_training.sgd` takes it.
 
     Args:
       active: [T] bool, the tasks the client holds.
@@ -174,12 +175,12 @@ def branch_loss(
     """
     model = task.model
 
-    def each(z: Array, batch: Batch) -> tuple[Array, Array]:
+    def each(z, batch):
         return task_losses(b, z, batch.y, batch.mask, task_loss)
 
     # a duality gap of 1e-5 is below the noise of shorter products
-    @jax.default_matmul_precision("highest")  # type: ignore[untyped-decorator]  # of JAX, without types
-    def weights(z: Array, kernel: Array, batch: Batch) -> tuple[Array, Array]:
+    @jax.default_matmul_precision("highest")
+    def weights(z, kernel, batch):
         """alpha [T], and which tasks learn from this batch, [T] bool."""
         values, usable = each(z, batch)
         on = active & usable
@@ -190,9 +191,7 @@ def branch_loss(
             alpha = min_norm_weights(gram(b, residual, kernel), values, on, normalise)
         return alpha * jnp.sum(on) if weight_scale == "mean_one" else alpha, on
 
-    def loss(
-        variables: PyTree, batch: Batch, key: Array
-    ) -> tuple[Array, PyTree, dict[str, Array]]:
+    def loss(variables, batch, key):
         h, stats = model.features(
             variables, batch.x, mask=batch.mask, train=True, key=key
         )
@@ -221,8 +220,8 @@ def branch_loss(
 
 
 def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
-    """The metrics of class logits [B, C] (26.5): `acc` and `acc_present` as every
-    method, and the tasks' own.
+    """Returns the metrics of class logits [B, C] (26.5): `acc` and `acc_present` as
+    every method, and the tasks' own.
 
     `acc_groups` is the argmax over the classes of the client's groups, and `coarse_acc`
     whether its group is right; `task_acc` the accuracy of each task it holds (on all
@@ -243,7 +242,7 @@ def scores(b: Branches, z: Array, y: Array, mask: Array, c: Client) -> Scores:
     rows = samples(b, y, mask) & held[None]  # [B, T]
     truth, yes = hit @ b.member.T, (z > 0) @ b.member.T  # [B, T], of use where open
 
-    def best(allowed: Array) -> Array:
+    def best(allowed):
         return jnp.argmax(jnp.where(trees.align(allowed, 2), z, -jnp.inf), axis=-1)
 
     # argmax would name the first NaN, and class 0 where the client holds none

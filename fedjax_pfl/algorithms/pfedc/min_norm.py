@@ -11,16 +11,10 @@ TOLERANCE = 1e-5  # relative duality gap at which the solver stops
 
 
 def gap(gram: Array, mask: Array, alpha: Array) -> Array:
-    """Duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at the optimum,
-    []."""
+    """Computes the duality gap alpha^T M alpha - min_{t in A} (M alpha)_t >= 0; 0 at
+    the optimum, []."""
     slope = gram @ alpha
     return alpha @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
-
-
-def _unsolved(gram: Array, mask: Array, alpha: Array, i: Array) -> Array:
-    return (gap(gram, mask, alpha) > TOLERANCE * (alpha @ gram @ alpha)) & (
-        i < MAX_ITERATIONS
-    )
 
 
 def fista(gram: Array, mask: Array) -> Array:
@@ -41,24 +35,26 @@ def fista(gram: Array, mask: Array) -> Array:
       differ by orders of magnitude, as those of learnt and unlearnt tasks do, then do
       not slow it down. Momentum restarts as in O'Donoghue & Candès (2015).
     """
-    gram = _restrict(gram, mask)
+    gram = jnp.where(mask[:, None] & mask[None, :], gram, 0)
+    # The minimiser does not depend on the scale; float32 does.
+    gram = gram / jnp.maximum(jnp.max(jnp.abs(gram)), jnp.finfo(gram.dtype).tiny)
     d = jnp.diag(gram)
     s = jnp.where(d > 0, jnp.sqrt(jnp.where(d > 0, d, 1)), 1)
     scaled = gram / (s[:, None] * s[None, :])
     rate = 1 / jnp.maximum(jnp.linalg.norm(scaled), 1)
     linear = jnp.where(mask, jnp.min(jnp.where(mask, s, jnp.inf)) / s, 0)
 
-    def simplex(beta: Array) -> Array:
+    def simplex(beta):
         total = jnp.sum(beta / s)
-        return jnp.where(
-            total > 0,
-            beta / s / jnp.where(total > 0, total, 1),
-            uniform(mask, gram.dtype),
-        )
+        scaled = beta / s / jnp.where(total > 0, total, 1)
+        return jnp.where(total > 0, scaled, uniform(mask, gram.dtype))
 
-    def improve(
-        loop: tuple[Array, Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array]:
+    def unsolved(loop):
+        alpha = simplex(loop[1])
+        wide = gap(gram, mask, alpha) > TOLERANCE * (alpha @ gram @ alpha)
+        return wide & (loop[0] < MAX_ITERATIONS)
+
+    def improve(loop):
         i, beta, ahead, t = loop
         new = jnp.maximum(ahead - rate * (scaled @ ahead - linear), 0)
         t_new = (1 + jnp.sqrt(1 + 4 * t * t)) / 2
@@ -68,19 +64,12 @@ def fista(gram: Array, mask: Array) -> Array:
         return i + 1, new, new + momentum * (new - beta), t_new
 
     loop = (jnp.int32(0), linear, linear, jnp.ones((), gram.dtype))
-    loop = jax.lax.while_loop(
-        lambda loop: _unsolved(gram, mask, simplex(loop[1]), loop[0]), improve, loop
-    )
+    loop = jax.lax.while_loop(unsolved, improve, loop)
     zero = mask & (d <= 0)  # such a gradient is the minimum by itself, and has no scale
     return jnp.where(jnp.any(zero), uniform(zero, gram.dtype), simplex(loop[1]))
 
 
-def _restrict(gram: Array, mask: Array) -> Array:
-    gram = jnp.where(mask[:, None] & mask[None, :], gram, 0)
-    # the minimiser does not depend on the scale; float32 does
-    return gram / jnp.maximum(jnp.max(jnp.abs(gram)), jnp.finfo(gram.dtype).tiny)
-
-
 def uniform(mask: Array, dtype: jnp.dtype) -> Array:
-    """Equal weights [T] on the simplex over `mask` [T]; all 0 if it is empty."""
+    """Returns equal weights [T] on the simplex over `mask` [T]; all 0 if it is
+    empty."""
     return mask.astype(dtype) / jnp.maximum(jnp.sum(mask), 1)

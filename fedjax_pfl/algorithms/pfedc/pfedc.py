@@ -14,7 +14,7 @@ personalized federated learning (IEEE TMC 2025). MGDA-UB: Sener & Koltun (NeurIP
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from fedjax_pfl.algorithms.pfedc.class_groups import (
     columns,
     scores,
 )
-from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches, inline
+from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import (
@@ -59,9 +59,8 @@ class Branching(NamedTuple):
     averaged.
 
     Args:
-      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, file:PATH
-        (your own map: a text with the task of each class, numbered from 0), or such a
-        map itself as map:0,0,1.
+      tasks: one of class (T = C), single (T = 1), consecutive:T, superclass, or the
+        task of each class, numbered from 0, as map:0,0,1.
       head: of a task of several classes, one of group_softmax (samples of its classes
         only), group_reject (all samples, and a further logit for none of its classes),
         group_binary (one logit, whether it is one of them).
@@ -82,7 +81,7 @@ class Branching(NamedTuple):
       head_weighting: of a branch's holders, one of uniform (Eq. 7), data.
     """
 
-    tasks: Annotated[str, hyperparameters.Recorded(inline)] = "class"
+    tasks: str = "class"
     head: Literal["group_softmax", "group_reject", "group_binary"] = "group_softmax"
     task_loss: Literal["class", "balanced", "batch"] = "class"
     weighting: Literal["uniform", "mgda_ub"] = "uniform"
@@ -106,11 +105,11 @@ class Branched(NamedTuple):
     score: Callable[[Array, Array, Array, Client], Scores]
 
     def held(self, class_counts: Array) -> Array:
-        """[..., C] -> [..., T], training examples of each task."""
+        """Counts the training examples of each task: [..., C] -> [..., T]."""
         return class_counts @ self.b.member.T
 
     def shares(self, by: str, cohort: Cohort) -> Array:
-        """The weights of a branch's holders, [S, T], not normalised."""
+        """Returns the weights of a branch's holders, [S, T], not normalised."""
         holds = self.held(cohort.class_counts) > 0
         return cohort.sizes[:, None] * holds if by == "data" else holds
 
@@ -124,43 +123,44 @@ def branched(task: Task, on: Branching) -> Branched:
     """
     b, model = branches(task, on.tasks, on.head), task.model
 
-    def start(key: Array) -> PyTree:
+    def start(key):
         w = model.init(key)
         averaging.check_linear_head(w, "pfedc")
         reject = model.init(keys.fold(key, keys.Init.REJECT))["head"]
-        widest = jax.tree.map(
-            lambda x, more: jnp.concatenate([x, more], axis=-1), w["head"], reject
-        )
-        return {**w, "head": jax.tree.map(lambda x: x[..., : len(b.column)], widest)}
 
-    def train(c: Client, received: PyTree) -> tuple[PyTree, Array, dict[str, Array]]:
-        # [T], that the client holds of each task
-        classes = jnp.sign(c.class_counts) @ b.member.T
+        def widened(x, more):
+            return jnp.concatenate([x, more], axis=-1)[..., : len(b.column)]
+
+        return {**w, "head": jax.tree.map(widened, w["head"], reject)}
+
+    def train(c, received):
+        classes = jnp.sign(c.class_counts) @ b.member.T  # [T]
         holds = classes > 0
         absent = ~holds & b.open if on.train == "all" else None
         trained = (holds if absent is None else holds | absent)[b.column]
         how = on.weighting, on.weight_scale, on.normalise, on.head_grad, on.task_loss
         loss = branch_loss(task, b, holds, *how, classes == 1, absent)
-        alone = task._replace(
-            optimizer=lambda lr: optimizers.without_columns(
-                ~trained, task.optimizer(lr)
-            )
-        )
-        w, (value, seen) = local_training.sgd(
-            c.key, c.train, loss, received, alone, has_aux=True
-        )
-        # as they came
+
+        def optimizer(lr):
+            return optimizers.without_columns(~trained, task.optimizer(lr))
+
+        sgd = local_training.bind(task._replace(optimizer=optimizer), loss)
+        w, (value, seen) = sgd(c, received, has_aux=True)
+        # Branches that are not trained are returned as they came.
         w["head"] = trees.choose(trained, w["head"], received["head"])
         return w, value, seen
 
-    def predictor(w: PyTree) -> Predictor:
-        return lambda x, mask: class_logits(
-            b, columns(w["head"], model.features(w, x, mask=mask, train=False)[0])
-        )
+    def predictor(w):
+        def predict(x, mask):
+            h, _ = model.features(w, x, mask=mask, train=False)
+            return class_logits(b, columns(w["head"], h))
 
-    return Branched(
-        b, start, train, predictor, lambda z, y, mask, c: scores(b, z, y, mask, c)
-    )
+        return predict
+
+    def score(z, y, mask, c):
+        return scores(b, z, y, mask, c)
+
+    return Branched(b, start, train, predictor, score)
 
 
 @register("pfedc")
@@ -170,7 +170,6 @@ def pfedc(
     *,
     on: Branching,
     download: Literal["bank", "stale"] = "bank",
-    comm: Literal["sparse", "full"] = "sparse",
 ) -> Algorithm:
     """Averages the body over all clients and each class branch over those that hold it
     (Algorithm 1, Eqs. 3-7).
@@ -179,7 +178,6 @@ def pfedc(
       download: the branches a client begins a round with, one of bank (the server's
         last), stale (Eq. 7 to the letter: only the round's clients receive its means,
         and the others keep their own last ones).
-      comm: what travels, one of sparse (the client's own branches), full (all).
 
     Note:
       A task of one class is binary and sees all samples. Eq. 3 sums over the D_i^c
@@ -215,76 +213,66 @@ def pfedc(
     split, stale = averaging.split(task), download == "stale"
     keeps = stale or on.train == "all"  # the client has a head of its own
 
-    def compose(server: PyTree, mine: PyTree, c: Client) -> PyTree:
-        """The client's model: the received branches it holds, and the others as it
-        has them."""
+    def compose(server, mine, c):
+        # The received branches that the client holds, and the others as it has them.
         holds = (held(c.class_counts) > 0)[b.column]
         kept = mine["head"] if keeps else server["start"]
-        branches = kept if stale else trees.choose(holds, server["head"], kept)
-        return split.receive(
-            {"body": server["body"], "head": branches, "stats": server["stats"]},
-            mine["own"],
-        )
+        head = kept if stale else trees.choose(holds, server["head"], kept)
+        received = {"body": server["body"], "head": head, "stats": server["stats"]}
+        return split.receive(received, mine["own"])
 
-    def init(key: Array) -> State:
+    def init(key):
         w = of.start(key)
         shared, own = split.send(w)
         mine = {"head": w["head"] if keeps else (), "own": own}
-        return State(
-            shared | {"start": w["head"]}, trees.replicate(mine, task.num_clients)
-        )
+        server = shared | {"start": w["head"]}
+        return State(server, trees.replicate(mine, task.num_clients))
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(
-            c: Client, mine: PyTree
-        ) -> tuple[PyTree, PyTree, Array, dict[str, Array], dict[str, Array]]:
+    def round(key, state, cohort):
+        # Each client trains its branches and the body (Eqs. 3-5).
+        def client(c, mine):
             w, value, seen = of.train(c, compose(state.server, mine, c))
             shared, own = split.send(w)
-            # it has no part in the others
-            shared["head"] = trees.choose(
-                (held(c.class_counts) > 0)[b.column], w["head"], state.server["head"]
-            )
+            # It has no part in the other branches.
+            holds = (held(c.class_counts) > 0)[b.column]
+            shared["head"] = trees.choose(holds, w["head"], state.server["head"])
             after = {"head": w["head"] if keeps else (), "own": own}
             post = evaluation.post(cohort, c, of.predictor(w), of.score)
             return shared, after, value, seen, post
 
-        # [S, L], of the task of each logit
+        # A branch is averaged over its holders (Eqs. 6 and 7): [S, L], by the task of
+        # each logit. Branches without a holder keep their last value.
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]
         weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
-        # what nobody holds keeps its last value
         last = {part: state.server[part] for part in weight}
         mean, (mine, value, seen, post) = cohort.mean(
             client, state.clients, weight=weight, default=last
         )
         if stale:
-            receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
-                lambda holds, own: trees.choose(holds, mean["head"], own)
-            )
-            mine["head"] = receive(by_branch > 0, mine["head"])
-        tasks_held = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        return State(state.server | mean, mine), Metrics(
-            value, post, {"tasks": tasks_held, **seen}
-        )
+            mine["head"] = received(by_branch > 0, mean["head"], mine["head"])
+        tasks = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
+        metrics = Metrics(value, post, {"tasks": tasks, **seen})
+        return State(state.server | mean, mine), metrics
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
+    def sent(state, cohort, metrics):
         shared = trees.size((state.server["body"], state.server["stats"]))
         a_logit = trees.size(state.server["head"]) // len(b.column)
-        logits = (
-            jnp.sum((held(cohort.class_counts) > 0)[:, b.column], axis=-1)
-            if comm == "sparse"
-            else len(b.column)
-        )
+        logits = jnp.sum((held(cohort.class_counts) > 0)[:, b.column], axis=-1)
         scalars = (shared + a_logit * logits) * cohort.active
-        return Traffic(
-            scalars, scalars, 0 * scalars, 2 * cohort.active.astype(jnp.int32)
-        )
+        messages = 2 * cohort.active.astype(jnp.int32)
+        return Traffic(scalars, scalars, 0 * scalars, messages)
 
-    def predict(server: PyTree, mine: PyTree, c: Client) -> Predictor:
+    def predict(server, mine, c):
         return of.predictor(compose(server, mine, c))
 
-    # a branch is averaged over whoever holds its task, and keeps its value where nobody
-    # does
+    # A branch is averaged over the holders of its task only.
     return Algorithm(init, round, predict, of.score, sent, averages=("body",))
+
+
+def received(holds: Array, mean: PyTree, own: PyTree) -> PyTree:
+    """Returns the branches of the round's clients, [S, ...]: the mean of those they
+    hold [S, L], else their own."""
+    return jax.vmap(lambda holds, own: trees.choose(holds, mean, own))(holds, own)
 
 
 @register("privacy_pfedc")
@@ -294,7 +282,6 @@ def privacy_pfedc(
     *,
     on: Branching,
     backend: Literal["ckks", "plain"] = "ckks",
-    encrypt_phi: bool = False,
 ) -> Algorithm:
     """pFedC whose server adds encrypted branches and encrypted counts of their holders
     (Algorithm 2).
@@ -302,17 +289,16 @@ def privacy_pfedc(
     Args:
       backend: of the sums, one of ckks (encrypted by TenSEAL, an optional dependency),
         plain (the same in the clear).
-      encrypt_phi: true or false, whether the body (φ) is added under encryption, too;
-        the paper sends it in the clear.
 
     Note:
       A client sends its weights of all T tasks (0 where it holds none), and all
       branches multiplied by them. It divides the sums itself; Algorithm 2 does not,
       which multiplies a branch by the number of its holders in every round. So clients,
       not the server, come to know how many hold a task. The body goes in the clear, as
-      the paper has it, and its change may tell of labels. All clients share the secret
-      key: one that colludes with the server breaks the secrecy. Only the clients of a
-      round receive its sums, and the server keeps nothing of a branch: without the
+      in Algorithm 2, and its change may tell of labels. The paper's text encrypts the
+      body, too, and its Pi = [1, pi_1, ...] has an entry for it. All clients share the
+      secret key: one that colludes with the server breaks the secrecy. Only the clients
+      of a round receive its sums, and the server keeps nothing of a branch: without the
       holders it cannot tell which branches are to keep their last value. So this is
       pfedc with download=stale, and with full participation just pfedc. Clients'
       numbers of examples are public. Traffic has ciphertexts in bytes, and in scalars
@@ -324,98 +310,66 @@ def privacy_pfedc(
     of = branched(task, on)
     b, split, plain = of.b, averaging.split(task), backend == "plain"
 
-    def compose(server: PyTree, mine: PyTree) -> PyTree:
+    def compose(server, mine):
         return split.receive(server | {"head": mine["head"]}, mine["own"])
 
-    def init(key: Array) -> State:
+    def init(key):
         w = of.start(key)
         shared, own = split.send(w)
         server = {"body": shared["body"], "stats": shared["stats"]}
-        return State(
-            server, trees.replicate({"head": w["head"], "own": own}, task.num_clients)
-        )
+        rows = trees.replicate({"head": w["head"], "own": own}, task.num_clients)
+        return State(server, rows)
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, mine: PyTree) -> tuple[PyTree, ...]:
+    def round(key, state, cohort):
+        def client(c, mine):
             w, value, seen = of.train(c, compose(state.server, mine))
             shared, own = split.send(w)
             phi = {"body": shared["body"], "stats": shared["stats"]}
             post = evaluation.post(cohort, c, of.predictor(w), of.score)
-            return (
-                () if encrypt_phi else phi,
-                phi if encrypt_phi else (),
-                w["head"],
-                own,
-                value,
-                seen,
-                post,
-            )
+            return phi, w["head"], own, value, seen, post
 
-        clear, (phi, heads, own, value, seen, post) = cohort.mean(
-            client,
-            state.clients,
-            weight=cohort.sizes,
-            default=() if encrypt_phi else state.server,
+        # The body is averaged in the clear.
+        server, (heads, own, value, seen, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=state.server
         )
+        # Branches and the numbers of their holders are added under encryption.
         weight = of.shares(on.head_weighting, cohort).astype(float)  # [S, T]
-        factors = {"branches": weight[:, b.column], "phi": cohort.sizes.astype(float)}
-        upload = jax.vmap(aggregate.weigh)(factors, {"branches": heads, "phi": phi}) | {
-            "weight": weight
-        }
-        total, up, down = encryption.total(
-            cohort.replicated(upload), cohort.ids, cohort.active, backend
-        )
-        # from here on as each of the round's clients does by itself, for they alone can
-        # read the sums
+        by_branch = weight[:, b.column]
+        weighed = jax.vmap(aggregate.weigh)(by_branch, heads)
+        upload = cohort.replicated({"branches": weighed, "weight": weight})
+        total, up, down = encryption.total(upload, cohort.ids, cohort.active, backend)
+        # Each client divides the sums, and takes over the branches that it holds.
         mean = _ratio(total["branches"], total["weight"][b.column], heads)
-        receive: Callable[[Array, PyTree], PyTree] = jax.vmap(
-            lambda holds, old: trees.choose(holds, mean, old)
-        )
-        mine = {
-            "head": receive(factors["branches"] > 0, heads),
-            "own": own,
-        }
-        n = jnp.sum(cohort.sizes)
-        server = (
-            trees.choose(n > 0, _ratio(total["phi"], n, phi), state.server)
-            if encrypt_phi
-            else clear
-        )
+        mine = {"head": received(by_branch > 0, mean, heads), "own": own}
         seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
         seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}
         return State(server, mine), Metrics(value, post, seen)
 
-    def sent(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-        shared, slots = (
-            trees.size(state.server),
-            trees.size(state.clients["head"]) // len(cohort.ids) + len(b.member),
-        )
-        clear = (
-            shared + slots if plain else 0 if encrypt_phi else shared
-        ) * cohort.active
-        ciphertexts = (
-            None
-            if plain
-            else metrics.clients["encrypted_up"] + metrics.clients["encrypted_down"]
-        )
-        return Traffic(
-            clear, clear, 0 * clear, 2 * cohort.active.astype(jnp.int32), ciphertexts
-        )
+    def sent(state, cohort, metrics):
+        here, clear = cohort.active.astype(jnp.int32), trees.size(state.server)
+        if plain:
+            clear += trees.size(state.clients["head"]) // len(cohort.ids)
+            clear += len(b.member)
+        sides = ("encrypted_up", "encrypted_down")
+        encrypted = None if plain else sum(metrics.clients[side] for side in sides)
+        scalars = clear * cohort.active
+        return Traffic(scalars, scalars, 0 * scalars, 2 * here, encrypted)
 
-    predict = lambda server, mine, c: of.predictor(compose(server, mine))
+    def predict(server, mine, c):
+        return of.predictor(compose(server, mine))
+
     secret = (
         "the branches' sums are only for the clients of the round, and the server "
         "keeps nothing of them"
     )
-    averages = () if encrypt_phi else ("body",)  # of ciphertexts no server takes a step
     return Algorithm(
-        init, round, predict, of.score, sent, no_unseen=secret, averages=averages
+        init, round, predict, of.score, sent, no_unseen=secret, averages=("body",)
     )
 
 
 def _ratio(total: PyTree, weight: Array, like: PyTree) -> PyTree:
-    """total / weight over the last axes, in the types of another tree; total where the
-    weight is 0."""
+    """Computes total / weight over the last axes, in the types of another tree;
+    total where the weight is 0."""
     safe = jnp.where(weight > 0, weight, 1)
     return optax.tree.cast_like(
         jax.tree.map(lambda x: x / trees.align(safe, x.ndim), total), like

@@ -1,5 +1,5 @@
-"""Task maps: which group of classes each task of a classifier owns, read from a name, a
-file or a list (pFedC, 26.1).
+"""Task maps: which group of classes each task of a classifier owns, read from a name or
+a list (pFedC, 26.1).
 
 A group of one class is a yes-or-no question about every sample. A larger group is by
 its head: group_softmax, a softmax over the samples whose label is in it; group_reject,
@@ -8,9 +8,7 @@ whether the label is in it at all. Tasks but those of group_softmax are open: th
 every sample, and one of their answers is no.
 """
 
-import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Task
 
 HEADS = ("group_softmax", "group_reject", "group_binary")
-MAPS = ("class", "single", "consecutive", "superclass", "file", "map")
+MAPS = ("class", "single", "consecutive", "superclass", "map")
 
 
 class Branches(NamedTuple):
@@ -37,18 +35,17 @@ class Branches(NamedTuple):
 
     @property
     def open(self) -> np.ndarray:
-        """[T] bool: the task sees all samples, and may answer no."""
+        """Returns the tasks that see all samples and may answer no, [T] bool."""
         return self.binary | (self.head != "group_softmax")
 
     @property
     def owns(self) -> np.ndarray:
-        """[T, L] bool, the logits of each task."""
+        """Returns the logits of each task, [T, L] bool."""
         return np.asarray(np.arange(len(self.member))[:, None] == self.column)
 
 
 def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
-    """Reads a task map: a name of `MAPS`; the user's own file:PATH, or its content as
-    map:0,0,1 (see `inline`)."""
+    """Reads a task map: a name of `MAPS`, or the task of each class as map:0,0,1."""
     choose("head", head, HEADS)
     of = _tasks_of_classes(task, tasks)
     member = np.arange(of.max() + 1)[:, None] == of
@@ -67,8 +64,8 @@ def branches(task: Task, tasks: str, head: str = "group_softmax") -> Branches:
 
 
 def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
-    """tau [C], the task of each class, by a map's name."""
-    name, _, value = inline(tasks).partition(":")
+    """Returns tau [C], the task of each class, by a map's name."""
+    name, _, value = tasks.partition(":")
     choose("tasks", name, MAPS)
     c = np.arange(task.num_classes)
     if name == "consecutive":
@@ -92,38 +89,6 @@ def _tasks_of_classes(task: Task, tasks: str) -> np.ndarray:
     if name == "map":
         return _checked_map(value, len(c))
     return c if name == "class" else 0 * c
-
-
-def inline(tasks: str) -> str:
-    """A task map without its file: file:PATH becomes map:0,0,1, the task of each class;
-    others stay as they are.
-
-    The file is text: one integer per class, separated by commas or white space, or a
-    JSON list; # begins a comment.
-
-    Raises:
-      InputError: the file cannot be read, or holds something else.
-    """
-    if not tasks.startswith("file:"):
-        return tasks
-    path = tasks.removeprefix("file:")
-    try:
-        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # no such file; not text
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise InputError(
-            f"The task map {path!r} cannot be read ({why}): give a text with the task "
-            "of each class."
-        ) from None
-    text = re.sub(r"#.*", "", text).strip().removeprefix("[").removesuffix("]").strip()
-    words = re.split(r"\s*,\s*|\s+", text)
-    for word in words:
-        if not re.fullmatch("[0-9]{1,9}", word):
-            raise InputError(
-                f"The task map {path!r} holds {word[:40]!r}, no whole number from 0: "
-                "write the task of each class."
-            )
-    return "map:" + ",".join(str(int(word)) for word in words)
 
 
 def _checked_map(value: str, num_classes: int) -> np.ndarray:

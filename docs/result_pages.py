@@ -1,6 +1,6 @@
-"""Writes docs/results/PAPER.md from the JSON files of this folder.
+"""Writes docs/results/PAPER.md from experiments/results/*.json.
 
-    python -m experiments.results
+    python docs/result_pages.py
 
 A file has the `tables` of one preset and `findings`. A table has settings that differ
 from the preset's, seeds, rounds, share of the data, command, commit, machine, and a row
@@ -12,17 +12,66 @@ show, `columns` without published numbers. Unknown entries are null.
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from fedjax_pfl.experiment import metrics, presets
-from fedjax_pfl.experiment.presets import PRESETS
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 
-FOLDER = Path(__file__).parent
-DOCS = FOLDER.parent.parent / "docs" / "results"
-_NOTE = "<!-- Written by `python -m experiments.results`: do not edit. -->"
+from fedjax_pfl.experiment import metrics, presets  # noqa: E402
+from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
+
+FOLDER = ROOT / "experiments" / "results"
+DOCS = ROOT / "docs" / "results"
+# display names of the methods with results
+METHODS = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedavg_ft": "FedAvg, fine-tuned",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "per_fedavg": "Per-FedAvg",
+    "pfedme": "pFedMe",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "lg_fedavg": "LG-FedAvg",
+    "fedbabu": "FedBABU",
+    "fedbn": "FedBN",
+    "fedma": "FedMA",
+    "pfedma": "FedMA, fine-tuned",
+    "fedrod": "FedRoD",
+    "ditto": "Ditto",
+    "apfl": "APFL",
+    "fedamp": "FedAMP",
+    "fedphp": "FedPHP",
+    "fedala": "FedALA",
+    "fedfomo": "FedFomo",
+    "pfedhn": "pFedHN",
+    "mocha": "MOCHA",
+    "fedproto": "FedProto",
+    "fd": "FD",
+    "fml": "FML",
+    "fedkd": "FedKD",
+    "fedapen": "FedAPEN",
+    "mnfl": "MNFL",
+    "mnfl_het": "MNFL",
+    "fedmd": "FedMD",
+    "sim_pfd": "Sim-pFD",
+    "topk_pfd": "TopK-pFD",
+    "feddf": "FedDF",
+    "pfeddf": "FedDF, fine-tuned",
+    "fedem": "FedEM",
+    "fedcp": "FedCP",
+    "feddva": "FedDVA",
+    "pfedc": "pFedC",
+    "privacy_pfedc": "Privacy-pFedC",
+    "pfedafm": "pFedAFM",
+}
+OTHER = ("task_acc",)  # scores that may not be the published quantity
+_NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (
     "Scores are means over clients (`_micro`: over test examples) in %, `pre` before "
     "and "
@@ -60,7 +109,8 @@ def _section(name: str, table: dict[str, Any]) -> list[str]:
     seeds, share = len(table["seeds"]), table["share"]
     size = f"{seeds} seeds" if seeds > 1 else "one seed"
     part = f"{100 * share:.3g} % of" if share < 1 else "all"
-    title = f"## {table['table']} ({size}, {table['rounds']} rounds, {part} examples)"
+    rounds = f" {table['rounds']} rounds," if table["rounds"] else ""  # none: untrained
+    title = f"## {table['table']} ({size},{rounds} {part} examples)"
     rows, columns = table["rows"], table.get("columns")
     if columns and "baseline" in table:
         rows = [*rows, {"label": "majority baseline", "scores": table["baseline"]}]
@@ -101,7 +151,8 @@ def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[st
     point, plain, _ = metrics.split(headline)
     floor = row["scores"].get(f"{point}/{metrics.baseline(plain)}")
     best = f"{value:.2f} ({score['best_round']})" if "best" in score else ""
-    difference = f"{value - float(number[1]) + 0:+.1f}" if number and value else ""
+    known = number and value and plain not in OTHER
+    difference = f"{value - float(number[1]) + 0:+.1f}" if known else ""
     return {
         "score": f"`{headline}`",
         "published": published,
@@ -116,7 +167,7 @@ def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[st
 def _label(row: dict[str, Any]) -> str:
     """Returns a row's name: its own, or the method's and its hyperparameters."""
     parts = [f"`{name}={value}`" for name, value in row.get("hparams", {}).items()]
-    known = metrics.METHODS.get(row.get("method", ""), "")
+    known = METHODS.get(row.get("method", ""), "")
     return row.get("label") or ", ".join([known, *parts])
 
 

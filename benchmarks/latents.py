@@ -1,5 +1,11 @@
-"""Figures of a FedDVA run: reconstructions, and what the two latents hold."""
+"""Figures of a FedDVA run: reconstructions, and what the two latents hold.
 
+    python -m benchmarks.latents RUN
+
+RUN is a run directory. The figures are written to RUN/figures.
+"""
+
+import sys
 import textwrap
 from typing import Any
 
@@ -11,7 +17,7 @@ from matplotlib.figure import Figure
 from fedjax_pfl import server_optimizer, trees
 from fedjax_pfl.algorithms.feddva import phases
 from fedjax_pfl.algorithms.feddva.feddva import networks
-from fedjax_pfl.experiment.results import Run
+from fedjax_pfl.experiment.results import Run, load
 
 PER_CLIENT, SHOWN = 200, 8  # test images of a client, and clients and images drawn
 
@@ -95,3 +101,15 @@ def figures(run: Run) -> dict[str, Figure]:
     found = ", ".join(f"{name} {value:.2f}" for name, value in probes(of).items())
     latents.suptitle(textwrap.fill(f"Linear probes: {found}", 90), fontsize=8)
     return {"reconstructions": images, "latents": latents}
+
+
+def main() -> None:
+    """Draws the figures of the run of the command line."""
+    run = load(sys.argv[1])
+    (run.path / "figures").mkdir(exist_ok=True)
+    for name, figure in figures(run).items():
+        figure.savefig(run.path / "figures" / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

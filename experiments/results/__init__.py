@@ -1,1 +1,0 @@
-"""Measured results: a JSON file per preset, and the script that writes their pages."""

@@ -1,0 +1,183 @@
+"""FedPAC: features are drawn to global class means, and each client's head is the
+combination of all heads that its feature statistics favour.
+
+Reference: Xu et al., Personalized federated learning with feature alignment and
+classifier collaboration (ICLR 2023), Algorithm 1.
+"""
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from annotated_types import Ge, Interval
+
+from fedjax_pfl import (
+    averaging,
+    evaluation,
+    keys,
+    local_training,
+    losses,
+    traffic,
+    trees,
+)
+from fedjax_pfl.algorithms.pfedc.min_norm import fista
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+
+
+def combination(v: Array, h: Array, here: Array) -> Array:
+    """Returns the weights [S, S] of the heads; row i minimises the bound on client i's
+    test loss (Eq. 13).
+
+    alpha^T (diag(v) + G_i) alpha over the simplex, G_i the inner products of h_i - h_j,
+    where h_i [C K] are client i's class means times the class's share.
+
+    Args:
+      v: variances [S] of the estimates h [S, C K].
+      here: [S] bool, the clients whose heads there are.
+    """
+
+    def one(mine: Array) -> Array:
+        d = jnp.where(here[:, None], mine[None] - h, 0)
+        gram = jnp.dot(d, d.T, precision=jax.lax.Precision.HIGHEST)
+        return fista(gram + jnp.diag(v), here)
+
+    return jax.lax.map(one, h)
+
+
+def collaborate(
+    heads: PyTree, v: Array, h: Array, ids: Array, here: Array
+) -> tuple[PyTree, Array]:
+    """Returns the combined heads [S, ...] of the clients `here` [S], and the weights
+    [S] of their own ones; the other clients' heads are unchanged."""
+    # Sums over the clients are in the order of their ids.
+    order = jnp.argsort(ids)
+    back = jnp.argsort(order)
+    known = trees.gather((heads, v, h), order)
+    zeros = jax.tree.map(jnp.zeros_like, known)
+    trained, v, h = trees.where(here[order], known, zeros)
+    alpha = combination(v, h, here[order])
+
+    def mix(x: Array) -> Array:
+        mixed = jnp.tensordot(alpha, x, 1, precision=jax.lax.Precision.HIGHEST)
+        return mixed.astype(x.dtype)[back]
+
+    mixed = trees.where(here, jax.tree.map(mix, trained), heads)
+    return mixed, jnp.diag(alpha)[back]
+
+
+@register("fedpac")
+def fedpac(
+    task: Task,
+    *,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+) -> Algorithm:
+    """Trains the head on the received body, then the body with the penalty lam
+    mean((h - c_y)^2), c_y the global mean feature of the class.
+
+    The server averages bodies and class means, and gives client i the head sum_j
+    alpha_ij phi_j of the trained heads phi_j (`combination`).
+
+    Args:
+      lam: weight of the distance to the class means (λ) in [0, inf); 1 as in the paper.
+      head_epochs: local epochs of the head in [0, 10000]; 1 as in the paper.
+
+    Note:
+      v_i = (mean ||h||^2 - sum_c p_c^2 ||mu_c||^2) / n_i and h_i = p_c mu_c are
+      estimated on the received body before training, as in PFLlib. The quadratic
+      program is solved by an accelerated projected gradient; PFLlib drops weights below
+      0.001, and here they remain. Global class means are weighted by the examples of
+      the class, as in the paper; PFLlib averages uniformly. The distance is a mean over
+      the features, as in both libraries. Clients that are absent keep their heads. The
+      reported loss is that of the body's phase.
+    """
+    sgd, split = local_training.bind(task), averaging.split(task, ("head",))
+    classes, width = task.num_classes, task.model.num_features
+    batch_size = evaluation.pass_size(task.sizes)
+    shapes = jax.eval_shape(task.model.init, jax.random.key(0))
+
+    def init(key):
+        state = split.init(key)
+        server = {"w": state.server, "proto": jnp.zeros((width, classes))}
+        return State(server | {"known": jnp.zeros(classes, bool)}, state.clients)
+
+    def features(w, batch):
+        return task.model.features(w, batch.x, mask=batch.mask, train=False)[0]
+
+    def statistics(c, w):
+        # v_i and h_i, of the received body.
+        def sums(batch):
+            h = features(w, batch)
+            square = jnp.sum(jnp.where(batch.mask[:, None], h * h, 0))
+            return local_training.class_sums(h, batch, classes)[0], square
+
+        n = jnp.maximum(c.train.size, 1)
+        total, square = local_training.sweep(c.train, sums, batch_size)
+        h = total / n  # [K, C]
+        return (square / n - jnp.sum(h * h)) / n, h.reshape(-1)
+
+    def round(key, state, cohort):
+        server = state.server
+
+        def client(c, own):
+            w = split.receive(server["w"], own)
+            v, h = statistics(c, w)
+            w, value = sgd(
+                c,
+                w,
+                train=("head",),
+                epochs=head_epochs,
+                stream=keys.Client.HEAD_PHASE,
+            )
+
+            def loss(w, batch, key):
+                h, stats = c.model.features(
+                    w, batch.x, mask=batch.mask, train=True, key=key
+                )
+                gap = jnp.mean((h - server["proto"].T[batch.y]) ** 2, axis=1)
+                gap = jnp.where(server["known"][batch.y], gap, 0)
+                z = c.model.head(w["head"], h)
+                value = losses.of(task)(z, batch.y, batch.mask)
+                return value + lam * losses.masked_mean(gap, batch.mask), stats
+
+            w, value = sgd(c, w, loss=loss, train=("body",))
+            proto = local_training.class_means(
+                c.train, lambda batch: features(w, batch), classes, batch_size
+            )
+            shared, own = split.send(w)
+            post = evaluation.post(cohort, c, predictor(c.model, w))
+            return {"w": shared, "proto": proto}, own, v, h, value, post
+
+        mean, (own, v, h, value, post) = cohort.mean(
+            client,
+            state.clients,
+            weight={"w": cohort.sizes, "proto": cohort.class_counts},
+            default={"w": server["w"], "proto": server["proto"]},
+        )
+        known = server["known"] | jnp.any(cohort.class_counts > 0, axis=0)
+        heads, v, h = cohort.replicated((own["head"], v, h))
+        head, seen = collaborate(heads, v, h, cohort.ids, cohort.trained)
+        server = {"w": mean["w"], "proto": mean["proto"], "known": known}
+        metrics = Metrics(value, post, {"self_weight": seen})
+        return State(server, {**own, "head": head}), metrics
+
+    def predict(server, own, c):
+        return predictor(c.model, split.receive(server["w"], own))
+
+    def sent(state, cohort, metrics):
+        own = jnp.sum(cohort.class_counts > 0, axis=1)
+        size = trees.size(state.server["w"]) + trees.size(shapes["head"])
+        down = size + width * jnp.sum(state.server["known"]) + 0 * own
+        up = size + 2 * width * own + 1
+        return traffic.both_ways(cohort, down, up)._replace(ints=own)
+
+    return Algorithm(
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        sent,
+        no_unseen="its heads are combined over the clients of a round",
+    )

@@ -1,0 +1,174 @@
+"""Reconstructs training images from what clients of runs send:
+`fedjax-pfl reconstruct RUN [RUN ...] --images=8`.
+
+Each attacked client holds some of its images as its only training examples, takes the
+method's local steps on them in one batch and sends its update. The attacker is the
+server. It knows the update, the method, its own state and the number of images, and
+draws the client's private parameters itself. Printed are PSNR and SSIM of the images,
+matched over the batch, as means over images. Each RUN gets reconstruction.json, and
+reconstruction.png with the original images above the reconstructed ones.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.experiment import cli, results
+from fedjax_pfl.experiment.build import Experiment, method
+from fedjax_pfl.privacy import reconstruction
+from fedjax_pfl.types import PyTree, State
+
+FLAGS = {
+    "images": cli.Flag(int, "images of a client, in one batch", 8),
+    "clients": cli.Flag(int, "clients attacked, from 0 on", 1),
+    "round": cli.Flag(int, "0: the first round; else after the last one", 0),
+    "attack": cli.Flag(str, ", ".join(reconstruction.ATTACKS), "inverting"),
+    "labels": cli.Flag(str, "known, inferred (from the head's bias) or drawn", "known"),
+    "steps": cli.Flag(int, "steps of the attack's optimizer", 1000),
+    "restarts": cli.Flag(int, "random starts of the attack", 1),
+    "tv": cli.Flag(float, "weight of the total variation (inverting)", 0.01),
+}
+LABELS = ("known", "inferred", "drawn")
+
+
+def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any]:
+    """Attacks clients of an experiment.
+
+    Args:
+      state: rows by client id.
+      t: the round.
+      options: those of `FLAGS`.
+
+    Returns:
+      {"psnr", "ssim", "distance": [clients] means over images, "original", "found":
+      [clients, B, H, W, D] prepared}.
+    """
+    given = {name: flag.default for name, flag in FLAGS.items()} | options
+    choose("labels", given["labels"], LABELS)
+    count = given["images"]
+    check("images", count, 1, int(np.min(e.task.sizes)), whole=True)
+    check("clients", given["clients"], 1, e.task.num_clients, whole=True)
+    shape = e.task.prepared.shape[1:]
+    if len(shape) != 3:
+        raise InputError(f"A reconstruction needs images, got inputs {shape}.")
+    run = _attacked(e, state, t, given)
+    found: dict[str, list[Any]] = {}
+    for client in range(given["clients"]):
+        rows = e.partition.train[client][:count]
+        x = np.asarray(e.task.prepare(jnp.asarray(e.dataset.x[rows])))
+        y = jnp.asarray(e.dataset.y[rows], jnp.int32)
+        result = jax.device_get(run(jnp.int32(client), jnp.asarray(x), y))
+        images = reconstruction.matched(x, result.x)
+        quality = reconstruction.quality(x, images)
+        each: dict[str, Any] = {n: float(np.mean(v)) for n, v in quality.items()}
+        each |= {"distance": float(result.distance), "original": x, "found": images}
+        for name, value in each.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _attacked(
+    e: Experiment, state: State, t: int, given: dict[str, Any]
+) -> Callable[..., reconstruction.Reconstruction]:
+    """Returns the attack on (client, x, y), compiled."""
+    factory, hparams = method(e.config)
+    task = e.task._replace(batch_size=given["images"], epochs=1, steps=None)
+    send = reconstruction.sender(
+        factory, task, hparams, t=t, lr_decay=e.config.lr_decay
+    )
+    low, high = _bounds(e)
+    guess = factory(task, **hparams).init(jax.random.key(e.config.seed + 1))
+
+    def run(client: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        key = jax.random.fold_in(e.key, client)
+        own = jax.tree.map(lambda row: row[client][None], state.clients)
+        sent = send(key, {}, State(state.server, own), x, y)
+        labels = y if given["labels"] == "known" else None
+        if given["labels"] == "inferred":
+            scale = e.config.lr * e.config.lr_decay**t
+            labels = reconstruction.inferred_labels(
+                sent, len(x), e.task.num_classes, scale
+            )
+        # what a client keeps is not known to the server
+        row = jax.tree.map(lambda row: row[:1], guess.clients)
+
+        def simulated(x: jax.Array, y: jax.Array) -> PyTree:
+            return send(jax.random.key(1), {}, State(state.server, row), x, y)
+
+        return reconstruction.reconstruct(
+            jax.random.fold_in(key, 1),
+            simulated,
+            sent,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            labels,
+            num_classes=e.task.num_classes,
+            attack=given["attack"],
+            steps=given["steps"],
+            restarts=given["restarts"],
+            tv=given["tv"],
+            bounds=(low, high),
+        )
+
+    return jax.jit(run)
+
+
+def _bounds(e: Experiment) -> tuple[float, float]:
+    """Returns the smallest and the largest prepared value of a sample of images."""
+    x = np.asarray(e.task.prepare(jnp.asarray(e.dataset.x[:256])))
+    return float(x.min()), float(x.max())
+
+
+def picture(found: dict[str, Any]) -> Figure:
+    """Draws the original images of the first client above the reconstructed ones."""
+    rows = [np.asarray(found[name][0]) for name in ("original", "found")]
+    low, high = float(rows[0].min()), float(rows[0].max())
+    count = len(rows[0])
+    figure = Figure(figsize=(count, 2.1), dpi=150)
+    axes = figure.subplots(2, count, squeeze=False)
+    for axis, image in zip(axes.flat, [x for row in rows for x in row], strict=True):
+        shown = np.clip((image - low) / (high - low), 0, 1)
+        axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray")
+        axis.set_axis_off()
+    figure.tight_layout(pad=0.2)
+    return figure
+
+
+def write(path: str | Path, **options: Any) -> dict[str, Any]:
+    """Attacks clients of one run, writes the files and returns the row of the table."""
+    run = results.load(path)
+    e = run.experiment
+    if len(e.task.models) > 1:
+        raise InputError("A reconstruction needs clients of one architecture.")
+    t, state = 0, None
+    if options.get("round", 0):
+        t, state = run.checkpoint
+    with e.precision():
+        if state is None:
+            program = e.on_one_device()
+            state = jax.device_get(program.unplace(program.init(e.key, program.traced)))
+        found = attack(e, state, t, **options)
+    row = {"method": e.config.algo, "round": t}
+    row |= {name: float(np.mean(found[name])) for name in ("psnr", "ssim", "distance")}
+    file = run.path / "reconstruction"
+    file.with_suffix(".json").write_text(json.dumps(row | options, indent=1))
+    picture(found).savefig(file.with_suffix(".png"))
+    return row
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command `reconstruct` and returns its exit code."""
+    parsed = cli.parse(argv, FLAGS, __doc__ or "")
+    if not parsed.words:
+        raise InputError("Give at least one run directory.")
+    rows = [write(path, **parsed.given) for path in parsed.words]
+    table = pd.DataFrame(rows).rename(columns={"psnr": "PSNR (dB)", "ssim": "SSIM"})
+    print(table.to_string(index=False, float_format="{:.3g}".format))
+    return 0
