@@ -99,7 +99,7 @@ MOVES = ("feddyn", "fedgen", "ccvr")
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
     "layout": COMMON,
-    "bn_stats": COMMON,
+    "bn_stats": ("fedavg", "scaffold"),
     "grouping": ("fedproto", "mnfl_het"),
     "dtype": (*COMMON, "fedfomo", "fedkd"),
     "several_architectures": ("lg_fedavg", "fedproto", "mnfl_het"),
@@ -234,7 +234,8 @@ def hard(f, one, seed):
 
 
 @pytest.mark.parametrize(
-    "method", [method for method in ALGORITHMS if method not in NOT_ITS_OWN]
+    "method",
+    [m if m in COMMON else toy.slow(m) for m in ALGORITHMS if m not in NOT_ITS_OWN],
 )
 def test_a_client_that_trains_alone_is_scored_as_what_it_then_predicts_with(method):
     """The mean of one upload is that upload, so the next `pre` of the client is its
@@ -378,7 +379,9 @@ def test_defaults_are_the_recorded_ones(method):
     assert simulate.hyperparameters(ALGORITHMS[method]) == DEFAULTS[method]
 
 
-@each
+@pytest.mark.parametrize(
+    "method", [m if m in COMMON else toy.slow(m) for m in ALGORITHMS]
+)
 def test_streams_below_one_key_are_distinct(method, monkeypatch):
     """Two streams with one number, below one key or one kind of key, would draw the
     same random numbers."""
