@@ -38,7 +38,7 @@ POWERS = 2  # iterations of `low_rank`
 class Rule(NamedTuple):
     """One way to compress an update."""
 
-    # (key, update) -> what the server reads of it, a tree like the update
+    # (key, update) -> what the server reads, a tree like the update
     apply: Callable[[Array, PyTree], PyTree]
     # update's shapes -> scalars and integers that travel
     size: Callable[[PyTree], tuple[int, int]]
@@ -170,7 +170,7 @@ def compressed(
     @functools.wraps(factory)
     def make(task: Task, **hparams: Any) -> Algorithm:
         if isinstance(task.lr, numbers.Real):  # else in a trace
-            # with the models, whose id stays theirs
+            # the models are kept, so that no other tuple has their id
             shape = _uploaded(factory, task, hparams)
             known[id(task.models)] = task.models, shape
         _, shape = known[id(task.models)]

@@ -251,9 +251,9 @@ def ece(p: Array, y: Array, mask: Array, bins: int = 15) -> Array:
 def macro_f1(p: Array, y: Array, mask: Array) -> Array:
     """F1 of each class, the mean over classes that are a label or a prediction."""
     classes = p.shape[1]
-    said = jax.nn.one_hot(jnp.argmax(p, axis=1), classes) * mask[:, None]
+    guess = jax.nn.one_hot(jnp.argmax(p, axis=1), classes) * mask[:, None]
     true = jax.nn.one_hot(y, classes) * mask[:, None]
-    both, any_ = jnp.sum(said * true, axis=0), jnp.sum(said + true, axis=0)
+    both, any_ = jnp.sum(guess * true, axis=0), jnp.sum(guess + true, axis=0)
     return ratio(2 * both, any_)
 
 

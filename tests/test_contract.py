@@ -50,6 +50,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "pfedsim",
         "fedmtl",
         "apple",
+        "fedcross",
+        "cfl",
         "fedpcl",
     ),
 )
@@ -86,7 +88,7 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr"),
+        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross"),
         "its rounds by hand are in tests/algorithms",
     ),
 }
@@ -97,7 +99,7 @@ MOVES = ("feddyn", "fedgen", "ccvr")
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
 QUICK = {
     "layout": COMMON,
-    "bn_stats": COMMON,
+    "bn_stats": ("fedavg", "scaffold"),
     "grouping": ("fedproto", "mnfl_het"),
     "dtype": (*COMMON, "fedfomo", "fedkd"),
     "several_architectures": ("lg_fedavg", "fedproto", "mnfl_het"),
@@ -232,7 +234,8 @@ def hard(f, one, seed):
 
 
 @pytest.mark.parametrize(
-    "method", [method for method in ALGORITHMS if method not in NOT_ITS_OWN]
+    "method",
+    [m if m in COMMON else toy.slow(m) for m in ALGORITHMS if m not in NOT_ITS_OWN],
 )
 def test_a_client_that_trains_alone_is_scored_as_what_it_then_predicts_with(method):
     """The mean of one upload is that upload, so the next `pre` of the client is its
@@ -376,7 +379,9 @@ def test_defaults_are_the_recorded_ones(method):
     assert simulate.hyperparameters(ALGORITHMS[method]) == DEFAULTS[method]
 
 
-@each
+@pytest.mark.parametrize(
+    "method", [m if m in COMMON else toy.slow(m) for m in ALGORITHMS]
+)
 def test_streams_below_one_key_are_distinct(method, monkeypatch):
     """Two streams with one number, below one key or one kind of key, would draw the
     same random numbers."""
@@ -417,6 +422,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
         "fedas": (body + 1) * ones,
+        "pfl_da": head * ones,
         "fedl2g": C * C * ones,
         "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,

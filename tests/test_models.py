@@ -409,6 +409,7 @@ def test_dropout_draws_in_training_only():
     np.testing.assert_array_equal(features(False, 1), features(False, 2))
 
 
+@pytest.mark.slow
 def test_traces_draw_a_network_once_and_as_it_is_drawn_without():
     calls = []
 
@@ -469,6 +470,7 @@ def test_running_moments_move_only_in_training():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_the_body_and_keeps_float32():
     """8 bits are a relative error of 0.4 % an operation."""
     x = normal(0, 6, 12, 12, 1)

@@ -38,6 +38,7 @@ def frozen_heads(lr):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [name if name in QUICK else toy.slow(name) for name in HEADS]
 )
@@ -54,6 +55,7 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
         assert not np.array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""
@@ -67,6 +69,7 @@ def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(metho
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
 
 
+@pytest.mark.slow
 def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
     """Their mean is what they were to rounding, of which Adam would make steps of full
     length."""

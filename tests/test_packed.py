@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from jax import lax
 
 from fedjax_pfl import models
@@ -64,7 +65,8 @@ def shared_kernel(block, padding):
     "of", [gradient, curvature, gradient_of_gradient, shared_kernel]
 )
 @pytest.mark.parametrize(
-    "clients, channels, out, padding", [(4, 3, 32, 0), (6, 1, 6, 2), (5, 8, 16, 0)]
+    "clients, channels, out, padding",
+    [(4, 3, 32, 0), toy.slow(6, 1, 6, 2), toy.slow(5, 8, 16, 0)],
 )
 @pytest.mark.parametrize("form", [packed, pooled])
 def test_block_equals_xla(form, of, clients, channels, out, padding):
@@ -87,7 +89,9 @@ def test_clients_fill_the_lanes(clients, channels, out, expected):
     assert packed.side_by_side(clients, channels, out) == expected
 
 
-@pytest.mark.parametrize("name", ["lenet", "lenet_bn", "cnn", "cnn_dropout"])
+@pytest.mark.parametrize(
+    "name", ["cnn", *map(toy.slow, ("lenet", "lenet_bn", "cnn_dropout"))]
+)
 def test_platforms_give_the_same_network(name):
     def gradients(platform):
         with on(platform):
@@ -121,6 +125,7 @@ def test_platform_chooses_the_form():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [layers.max_pool, layers.max_pool_3])
 def test_platforms_pool_alike(pool):
     def both(platform):

@@ -7,8 +7,7 @@ import pytest
 import toy
 
 from fedjax_pfl import evaluation, losses, models, simulate, testing
-from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.algorithms.registry import EXCLUDES
+from fedjax_pfl.algorithms import ALGORITHMS, registry
 from fedjax_pfl.data import datasets, federate, partitioners
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
@@ -18,7 +17,7 @@ from fedjax_pfl.types import Client, Data, Examples
 D = 3
 REGRESSION = jax.ShapeDtypeStruct((synthetic.C,), jnp.float32)
 LABELS = jax.ShapeDtypeStruct((synthetic.C,), bool)
-ON_TARGETS = ("fedavg", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo")
+CHECKED = ("fedavg", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo")
 
 
 def rows(seed=0, n=7):
@@ -65,7 +64,7 @@ def test_scores_of_several_labels_are_their_definitions():
 
 @pytest.mark.parametrize("label", [REGRESSION, LABELS], ids=["regression", "labels"])
 @pytest.mark.parametrize(
-    "algo", [name if name == "ditto" else toy.slow(name) for name in ON_TARGETS]
+    "algo", [name if name == "ditto" else toy.slow(name) for name in CHECKED]
 )
 def test_the_contract_holds_on_targets(algo, label):
     s = testing.subject(ALGORITHMS[algo], testing.task(label=label))
@@ -73,14 +72,18 @@ def test_the_contract_holds_on_targets(algo, label):
         testing.check(rule, s)
 
 
-@pytest.mark.parametrize("algo", sorted(EXCLUDES["label"]))
+@pytest.mark.parametrize("algo", ["fedproto", "fedrod", "fml", "pfedc"])
 def test_methods_that_need_classes_say_so(algo):
-    if algo in toy.ON_PUBLIC or algo in ("mocha", "feddva"):
-        return  # they need other tasks
     task = testing.task(label=REGRESSION)
     task = task._replace(shared=task.models[0])
     with pytest.raises(InputError, match=f"{algo} takes no `label` .* one class per"):
         simulate.program(ALGORITHMS[algo], task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", sorted(registry.ON_TARGETS))
+def test_methods_on_targets_make_a_program(algo):
+    simulate.program(ALGORITHMS[algo], testing.task(label=REGRESSION))
 
 
 def linear(n=240, seed=0):

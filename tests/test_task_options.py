@@ -173,6 +173,14 @@ def test_clients_are_drawn_by_their_weights():
     np.testing.assert_allclose(found, TASK.sizes / TASK.sizes.sum(), atol=0.03)
 
 
+def test_too_few_weights_are_an_error():
+    task = TASK._replace(sampling=lambda key, t: jnp.ones(3))
+    with pytest.raises(
+        InputError, match=r"`sampling` must return weights \[5\], got \[3"
+    ):
+        sampling.sample(KEY, task)
+
+
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_only_available_clients_take_part(share):
     available = np.array([[1, 0, 1, 0, 1], [0, 1, 0, 0, 0]])

@@ -65,7 +65,7 @@ def fedas(
       previous body is the initial one.
     """
     sgd, split = local_training.bind(task), averaging.split(task, ("head",))
-    plain = task._replace(optimizer=optax.sgd, lr=align_lr, augment=None)
+    plain = task._replace(optimizer=optax.sgd, lr=align_lr, augment=None, mix=None)
     classes, batch_size = task.num_classes, evaluation.pass_size(task.sizes)
     align = local_training.bind(plain)
 

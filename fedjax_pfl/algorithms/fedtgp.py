@@ -1,5 +1,5 @@
-"""FedTGP: FedProto whose global prototypes are trained at the server to be apart by a
-margin.
+"""FedTGP: FedProto whose global prototypes are trained at the server, with a margin
+between the classes.
 
 Reference: Zhang et al., FedTGP: trainable global prototypes with
 adaptive-margin-enhanced contrastive learning (AAAI 2024), Algorithm 1.
@@ -94,7 +94,7 @@ def fedtgp(
       lam: weight of the distance to the prototypes (λ) in [0, inf); 10 as in the
         authors' script.
       margin: upper bound of the margin (τ) in [0, inf); 100 as there. The margin is the
-        smaller of it and of `largest_gap`.
+        smaller one of this bound and `largest_gap`.
       server_epochs: passes over the clients' mean features in [1, 10000]; 100 as there.
 
     Note:
@@ -135,7 +135,7 @@ def fedtgp(
                 gap = jnp.mean((h - proto.T[batch.y]) ** 2, axis=1)
                 gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
                 z = c.model.head(w["head"], h)
-                return losses.cross_entropy(z, batch.y, batch.mask) + lam * gap, stats
+                return losses.of(task)(z, batch.y, batch.mask) + lam * gap, stats
 
             def features(batch):
                 return c.model.features(w, batch.x, mask=batch.mask, train=False)[0]

@@ -26,29 +26,32 @@ EXCLUDES: dict[str, dict[str, str]] = {
         "its equations hold for plain SGD, without momentum, clipping or schedule",
     ),
     "loss": dict.fromkeys(
-        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod"), _OWN
+        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedpcl"), _OWN
     ),
     "mix": dict.fromkeys(
         ("mocha", "pfedc", "privacy_pfedc", "fedproto", "fd", "fedem", "fedrod"),
         _LABELS,
     )
-    | dict.fromkeys(("fedntd", "fedpac", "feddva"), _LABELS)
+    | dict.fromkeys(("fedntd", "fedpac", "feddva", "fedtgp", "fedpcl"), _LABELS)
+    | dict.fromkeys(("gpfl", "fedsr", "fedl2g"), _LABELS)
     | dict.fromkeys(_PUBLIC, _ROWS),
-    "label": dict.fromkeys(
-        (
-            *("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedlc"),
-            *("fedproto", "fd", "fedntd", "fedpac", "fedgh", "knn_per", "mnfl"),
-            *("fml", "fedkd", "fedapen"),
-            *_PUBLIC,
-        ),
-        _CLASSES,
-    ),
     "positions": dict.fromkeys(
         ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS
     ),
     "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
     "work": {"mocha": "its local work is `frac` of the examples"},
 }
+
+
+# methods that run without one class per example: regression, several labels
+ON_TARGETS = frozenset(
+    (
+        *("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "fednova", "feddyn"),
+        *("fedadmm", "fedma", "pfedma", "fedper", "fedrep", "lg_fedavg", "fedbabu"),
+        *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
+        *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
+    )
+)
 
 
 def register(
@@ -63,6 +66,8 @@ def register(
             hyperparameters.check(factory, values)
             made = factory(task, **values)
             excludes = {x: why[name] for x, why in EXCLUDES.items() if name in why}
+            if name not in ON_TARGETS:
+                excludes["label"] = _CLASSES
             return made._replace(
                 one_architecture=not several_architectures, excludes=excludes
             )

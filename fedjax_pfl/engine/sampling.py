@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Task
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
@@ -28,6 +29,10 @@ def sample(key: Array, task: Task, round: Array | int = 0) -> tuple[Array, Array
     if task.sampling is not None:
         stream = jax.random.fold_in(key_ids, 1)
         weights = jnp.asarray(task.sampling(stream, jnp.asarray(round)))
+        if weights.shape != (n,):
+            raise InputError(
+                f"`sampling` must return weights [{n}], got {list(weights.shape)}."
+            )
         score = jnp.log(weights) + jax.random.gumbel(key_ids, (n,))
         order = jnp.argsort(-score).astype(jnp.int32)
         if most == n:

@@ -34,7 +34,7 @@ from fedjax_pfl.data import (
     text as tokens,
     tfds,
 )
-from fedjax_pfl.data.partition import Partition, digest, flat, select
+from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
 from fedjax_pfl.engine import (
     batch,
     distributed,
@@ -46,10 +46,11 @@ from fedjax_pfl.engine import (
 from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config as settings, text
+from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.models.registry import TEXT
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -180,6 +181,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
+    task = task._replace(sampling=task_options.sampling(config, task.sizes))
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
@@ -241,7 +243,8 @@ def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
     """Logs a warning for each unusual property of the user's own data."""
     own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
     names, _ = architectures(config.model, config.clients or 1)
-    as_numbers = not all(map(user_code.named, names))
+    embedding = {factory.__name__ for factory in TEXT}
+    as_numbers = not all(user_code.named(x) or x in embedding for x in names)
     for sentence in datasets.unusual(dataset, as_numbers) if own else ():
         logging.warning("%s", sentence)
 
@@ -272,9 +275,13 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
         shared = network(config, dataset, config.shared_model)
-    rule = optimizer(
-        config.optimizer, config.momentum, config.weight_decay, config.clip
-    )
+    rule: Any
+    if user_code.named(config.optimizer):
+        rule = user_code.load("optimizer", config.optimizer)
+    else:
+        rule = optimizer(
+            config.optimizer, config.momentum, config.weight_decay, config.clip
+        )
     per_example = None
     if config.dp == "example":
         noise = config.dp_noise or 0.0
@@ -296,6 +303,7 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
         per_example=per_example,
+        **task_options.chosen(config, class_counts(partition, dataset)),
     )
 
 
@@ -523,7 +531,7 @@ def check_growth(e: Experiment, before: int) -> None:
         program = dataclasses.replace(e, task=task).on_one_device()
         federation = e.federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
-    if len(texts) > 1:
+    if len(texts) > 1 or e.config.schedule != "constant":
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
 
 
@@ -532,6 +540,7 @@ def digests(e: Experiment) -> dict[str, str]:
     c, public = e.config, (e.public.x, e.public.y) if e.public else ()
     names, _ = architectures(c.model, len(e.everybody.train))
     code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
     return {
         "data": _digest(e.dataset.x, e.dataset.y),
         "public": _digest(*public),

@@ -67,12 +67,16 @@ def check_backend(name: str) -> None:
 
 class KeyHolder:
     """The clients' side: encrypts vectors, and decrypts sums of them; it makes the only
-    copy of the secret key."""
+    copy of the secret key.
 
-    def __init__(self) -> None:
-        self._tenseal = tenseal()
+    Args:
+      degree: of the polynomials, a power of two from 8192 on.
+    """
+
+    def __init__(self, degree: int = DEGREE) -> None:
+        self._tenseal, self._slots = tenseal(), degree // 2
         self._context = self._tenseal.context(
-            self._tenseal.SCHEME_TYPE.CKKS, DEGREE, coeff_mod_bit_sizes=COEFF_BITS
+            self._tenseal.SCHEME_TYPE.CKKS, degree, coeff_mod_bit_sizes=COEFF_BITS
         )
         self._context.global_scale = SCALE
 
@@ -89,7 +93,7 @@ class KeyHolder:
         """The ciphertexts of a vector [d] whose entries are below 2^30; their number
         depends on d alone."""
         on_grid = np.round(np.asarray(vector, np.float64) / GRID) * GRID
-        parts = np.split(on_grid, range(DEGREE // 2, len(on_grid), DEGREE // 2))
+        parts = np.split(on_grid, range(self._slots, len(on_grid), self._slots))
         return [
             self._tenseal.ckks_vector(self._context, part).serialize() for part in parts
         ]
