@@ -95,7 +95,7 @@ def apple(
 
         def client(c, row):
             mine = trees.gather(table, c.id)
-            plain = losses.classification(c.model)
+            plain = losses.classification(c.model, task)
 
             def loss(v, batch, key):
                 # The own core model moves; in the table it is as received.

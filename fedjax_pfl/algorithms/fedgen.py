@@ -142,7 +142,7 @@ def fedgen(
                     w, batch.x, mask=batch.mask, train=True, key=key
                 )
                 made = jax.lax.stop_gradient(generate(server["net"], key))
-                value = losses.cross_entropy(z, batch.y, batch.mask)
+                value = losses.of(task)(z, batch.y, batch.mask)
                 return value + alpha * head_loss(w["head"], *made), stats
 
             w, value = sgd(c, split.receive(server["w"], own), loss=loss)

@@ -99,7 +99,7 @@ def fedl2g(
             z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
             gap = jnp.mean((z - guide[batch.y]) ** 2, axis=1)
             gap = losses.masked_mean(gap, batch.mask)
-            return losses.cross_entropy(z, batch.y, batch.mask) + gap, stats
+            return losses.of(task)(z, batch.y, batch.mask) + gap, stats
 
         w, value = sgd(c, w, loss=guided, data=rest._replace(size=size))
         study = batch_of(keys.fold(c.key, Draw.STUDY), rest)

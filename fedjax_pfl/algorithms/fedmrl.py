@@ -107,8 +107,8 @@ def fedmrl(task: Task) -> Algorithm:
     def client(c, server, row):
         def loss(v, batch, key):
             z, z_small, stats = logits(c, v, batch.x, batch.mask, True, key)
-            value = losses.cross_entropy(z, batch.y, batch.mask)
-            return value + losses.cross_entropy(z_small, batch.y, batch.mask), stats
+            value = losses.of(task)(z, batch.y, batch.mask)
+            return value + losses.of(task)(z_small, batch.y, batch.mask), stats
 
         v, value = sgd(c, receive(server, row), loss=loss, train=PARTS)
         w, theta = ({**v[n], "stats": v["stats"][n]} for n in ("own", "small"))

@@ -90,7 +90,7 @@ def fedsr(
         noise = jax.random.normal(keys.fold(key, Draw.NOISE), mean.shape, jnp.float32)
         z = mean + sigma * noise
         norm = jnp.sqrt(jnp.maximum(jnp.sum(z * z, axis=1), TINY))
-        value = losses.cross_entropy(model.head(w["head"], z), batch.y, batch.mask)
+        value = losses.of(task)(model.head(w["head"], z), batch.y, batch.mask)
         value += l2r * losses.masked_mean(norm, batch.mask)
         gap = divergence(mean, sigma, w["prior"], batch.y)
         return value + cmi * losses.masked_mean(gap, batch.mask), stats

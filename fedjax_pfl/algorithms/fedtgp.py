@@ -135,7 +135,7 @@ def fedtgp(
                 gap = jnp.mean((h - proto.T[batch.y]) ** 2, axis=1)
                 gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
                 z = c.model.head(w["head"], h)
-                return losses.cross_entropy(z, batch.y, batch.mask) + lam * gap, stats
+                return losses.of(task)(z, batch.y, batch.mask) + lam * gap, stats
 
             def features(batch):
                 return c.model.features(w, batch.x, mask=batch.mask, train=False)[0]

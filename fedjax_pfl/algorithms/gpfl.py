@@ -115,9 +115,7 @@ def gpfl(
         def loss(w, batch, key):
             h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
             own, common = through(w, h, personal), through(w, h, generic)
-            value = losses.cross_entropy(
-                model.head(w["head"], own), batch.y, batch.mask
-            )
+            value = losses.of(task)(model.head(w["head"], own), batch.y, batch.mask)
             cosine = unit(common) @ unit(w["gce"]).T
             value += losses.cross_entropy(cosine, batch.y, batch.mask)
             gap = (common - received["gce"][batch.y]) * batch.mask[:, None]

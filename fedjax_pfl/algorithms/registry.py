@@ -26,13 +26,16 @@ EXCLUDES: dict[str, dict[str, str]] = {
         "its equations hold for plain SGD, without momentum, clipping or schedule",
     ),
     "loss": dict.fromkeys(
-        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod"), _OWN
+        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedpcl"), _OWN
     ),
     "mix": dict.fromkeys(
         ("mocha", "pfedc", "privacy_pfedc", "fedproto", "fd", "fedem", "fedrod"),
         _LABELS,
     )
-    | dict.fromkeys(("fedntd", "fedpac", "feddva"), _LABELS)
+    | dict.fromkeys(
+        ("fedntd", "fedpac", "feddva", "fedas", "fedtgp", "fedl2g"), _LABELS
+    )
+    | dict.fromkeys(("gpfl", "fedsr", "fedpcl"), _LABELS)
     | dict.fromkeys(_PUBLIC, _ROWS),
     "label": dict.fromkeys(
         (
