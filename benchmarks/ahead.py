@@ -28,13 +28,14 @@ from benchmarks import report, setting
 from benchmarks.compiled import Costs, Part, bundles, missing
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
+from fedjax_pfl.engine.rounds import free_layouts
+from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.models.nnx_model import flops
 from fedjax_pfl.types import Federation, Task
 
 FLAGS = flags.FLAGS
 MODELS = ("mlp", "mlp28", "lenet", "cnn", "resnet18")
-WIDTHS = {"resnet18": 4}  # clients at once, of all others 20
 TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -102,9 +103,14 @@ def _device(target: Target) -> Any:
 
 
 def lower(
-    program: Program, federation: Federation, sharding: jax.sharding.Sharding
+    program: Program,
+    federation: Federation,
+    sharding: jax.sharding.Sharding,
+    *,
+    step: bool = True,
 ) -> jax.stages.Lowered:
-    """Lowers a round for a device that this machine need not have."""
+    """Lowers a round, or without `step` an evaluation, for a device that this machine
+    need not have."""
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         dtype = getattr(x, "dtype", None) or jnp.asarray(x).dtype
@@ -113,21 +119,37 @@ def lower(
     traced = {name: np.float32(value) for name, value in program.traced.items()}
     state = jax.eval_shape(program.init, jax.random.key(0), traced)
     arguments = (jax.random.key(0), traced, federation, state, np.int32(0), np.bool_(0))
-    round = jax.jit(program.round, donate_argnums=3)
-    return round.lower(*jax.tree.map(abstract, arguments))
+    arguments = arguments if step else arguments[:-1]
+    options: dict[str, Any] = {"donate_argnums": 3} if step else {}
+    layouts = free_layouts(program, federation)
+    if layouts is not None:  # for a single round: without the number of rounds
+        options["in_shardings"] = layouts[: len(arguments)]
+    function = jax.jit(program.round if step else program.evaluate, **options)
+    return function.lower(*jax.tree.map(abstract, arguments))
 
 
 def compiled_round(
-    target: Target, algo: str, task: Task, federation: Federation, width: int
+    target: Target,
+    where: tuple[jax.sharding.Sharding, Path],
+    algo: str,
+    task: Task,
+    federation: Federation,
+    width: int,
 ) -> Result:
-    """Compiles a round of a method with `width` clients at once for the target."""
-    with prepared(target) as (sharding, folder):
-        begin = time.time()
-        program = simulate.program(algo, task, width=width, checked=False)
-        compiled = lower(program, federation, sharding).compile()
-        seconds, memory = time.time() - begin, compiled.memory_analysis()
-        rate = target.bandwidth / target.units
-        parts = Costs(compiled.as_text(), bundles(folder), rate).parts
+    """Compiles a round of a method with `width` clients at once for the target.
+
+    Args:
+      where: as `prepared` yields it; the folder is emptied.
+    """
+    sharding, folder = where
+    begin = time.time()
+    program = simulate.program(algo, task, width=width, checked=False)
+    compiled = lower(program, federation, sharding).compile()
+    seconds, memory = time.time() - begin, compiled.memory_analysis()
+    rate = target.bandwidth / target.units
+    parts = Costs(compiled.as_text(), bundles(folder), rate).parts
+    for path in folder.iterdir():
+        path.unlink()
     sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
     return Result(parts, *sizes, seconds)
 
@@ -180,21 +202,28 @@ def show(target: Target, result: Result, top: int) -> None:
             print(f"  {cost / target.units * 1e6:10,.1f}  {op.name:36} {where[-60:]}")
 
 
+def estimate(
+    target: Target, where: tuple[jax.sharding.Sharding, Path], model: str
+) -> tuple:
+    """Compiles the round of a network that the flags describe; returns its row."""
+    with on("tpu" if target.platform == "tpu" else "gpu"):
+        clients = FLAGS.clients or max(FLAGS.width or 0, setting.CLIENTS)
+        task, federation = setting.build(model, clients=clients, conv=FLAGS.conv)
+        width = FLAGS.width or automatic_width(task, clients)
+        result = compiled_round(target, where, FLAGS.algo, task, federation, width)
+    if FLAGS.top:
+        show(target, result, FLAGS.top)
+    return row(target, model, width, result, floor(target, model, task, width))
+
+
 def main(argv: list[str]) -> None:
     """Compiles the rounds that the flags ask for and prints their costs."""
     del argv
     jax.config.update("jax_platforms", "cpu")
     target, rows = TARGETS[FLAGS.target], [COLUMNS]
-    for model in FLAGS.model or MODELS:
-        width = FLAGS.width or WIDTHS.get(model, setting.CLIENTS)
-        with on("tpu" if target.platform == "tpu" else "gpu"):
-            clients = FLAGS.clients or max(width, setting.CLIENTS)
-            task, federation = setting.build(model, clients=clients, conv=FLAGS.conv)
-            result = compiled_round(target, FLAGS.algo, task, federation, width)
-        if FLAGS.top:
-            show(target, result, FLAGS.top)
-        least = floor(target, model, task, width)
-        rows.append(row(target, model, width, result, least))
+    with prepared(target) as where:
+        for model in FLAGS.model or MODELS:
+            rows.append(estimate(target, where, model))
     print(f"{FLAGS.target}, {FLAGS.algo}: estimates of the compiler, nothing measured")
     print(report.table(rows))
 
@@ -203,7 +232,7 @@ if __name__ == "__main__":
     flags.DEFINE_enum("target", "v5e", list(TARGETS), "device to compile for")
     flags.DEFINE_multi_enum("model", [], MODELS, "networks; all unless given")
     flags.DEFINE_string("algo", "fedavg", "method")
-    flags.DEFINE_integer("width", None, "clients at once", lower_bound=1)
+    flags.DEFINE_integer("width", None, "clients at once; auto", lower_bound=1)
     flags.DEFINE_integer("clients", None, "clients of the round; 20, or the width")
     flags.DEFINE_string("conv", "auto", "form of the convolutions")
     flags.DEFINE_integer("top", 0, "operations to print of each part", lower_bound=0)

@@ -82,15 +82,14 @@ def widths(clients: int) -> list[int]:
 
 
 def forms(model: str) -> dict[str, str]:
-    """The rows of a model, {name: form of the convolutions}; on an accelerator "auto"
-    is XLA's."""
+    """The rows of a model, {name: form of the convolutions}."""
     if network(model) in ("linear", "mlp"):
         return {"ours": "auto"}
     xla = {"XLA conv": "xla"}
     return (
         xla | {"ours": "auto"}
         if on_cpu()
-        else xla | {"matmul": "matmul", "winograd": "winograd"}
+        else xla | {"matmul": "matmul", "winograd": "winograd", "ours": "auto"}
     )
 
 

@@ -70,6 +70,7 @@ METHODS = {
     "privacy_pfedc": "Privacy-pFedC",
     "pfedafm": "pFedAFM",
 }
+OTHER = ("task_acc",)  # scores that may not be the published quantity
 _NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (
     "Scores are means over clients (`_micro`: over test examples) in %, `pre` before "
@@ -108,7 +109,8 @@ def _section(name: str, table: dict[str, Any]) -> list[str]:
     seeds, share = len(table["seeds"]), table["share"]
     size = f"{seeds} seeds" if seeds > 1 else "one seed"
     part = f"{100 * share:.3g} % of" if share < 1 else "all"
-    title = f"## {table['table']} ({size}, {table['rounds']} rounds, {part} examples)"
+    rounds = f" {table['rounds']} rounds," if table["rounds"] else ""  # none: untrained
+    title = f"## {table['table']} ({size},{rounds} {part} examples)"
     rows, columns = table["rows"], table.get("columns")
     if columns and "baseline" in table:
         rows = [*rows, {"label": "majority baseline", "scores": table["baseline"]}]
@@ -149,7 +151,8 @@ def _published(name: str, table: dict[str, Any], row: dict[str, Any]) -> dict[st
     point, plain, _ = metrics.split(headline)
     floor = row["scores"].get(f"{point}/{metrics.baseline(plain)}")
     best = f"{value:.2f} ({score['best_round']})" if "best" in score else ""
-    difference = f"{value - float(number[1]) + 0:+.1f}" if number and value else ""
+    known = number and value and plain not in OTHER
+    difference = f"{value - float(number[1]) + 0:+.1f}" if known else ""
     return {
         "score": f"`{headline}`",
         "published": published,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pfl import local_training, trees
 from fedjax_pfl.errors import ContractError
-from fedjax_pfl.types import Array, Batch, Client, Cohort, Predictor, Scores
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores
 
 BATCH = 256  # test examples predicted at once
 Score = Callable[[Any, Array, Array, Client], Scores]
@@ -42,7 +42,10 @@ def pass_size(sizes: np.ndarray) -> int:
 
 def classification(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """Computes the scores of logits [B, C]: `accuracies`, and `acc_majority`, the
-    baseline that predicts the client's most frequent training class."""
+    baseline that predicts the client's most frequent training class; of several labels
+    `several_labels`, of targets `regression`."""
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        return accuracies(outputs, y, mask, client)
     majority = y == jnp.argmax(client.class_counts)
     return accuracies(outputs, y, mask, client) | {
         "acc_majority": (jnp.sum(majority & mask), jnp.sum(mask))
@@ -53,8 +56,12 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     """Computes the scores of logits [B, C]: `acc`, argmax over all classes, and
     `acc_present`, argmax over the classes of the client's training examples.
 
-    Masked rows do not count, and a row with a NaN logit is wrong.
+    Masked rows do not count, and a row with a NaN logit is wrong. Other labels than
+    classes have the scores of `classification`.
     """
+    if not jnp.issubdtype(y.dtype, jnp.integer):
+        score = several_labels if y.dtype == bool else regression
+        return score(outputs, y, mask, client)
     count, held = jnp.sum(mask), client.class_counts > 0
     wanted, found = [*mask.shape, *held.shape], getattr(outputs, "shape", None)
     if found is None or list(found) != wanted:
@@ -74,6 +81,55 @@ def accuracies(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
     }
 
 
+def regression(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """Computes the scores of outputs and targets [B, D]: `mse`, `mae`, `r2`, and
+    `mse_mean`, the error of the mean of the client's test targets.
+
+    `r2` is 1 - squared error / squared distance from that mean, averaged over targets.
+    """
+    _check_targets(outputs, y)
+    held = client.test
+    here = (jnp.arange(len(held.index)) < held.size)[:, None]
+    own = jnp.where(here, held.examples.y[held.index], 0)
+    mean = jnp.sum(own, axis=0) / jnp.maximum(held.size, 1)  # [D]
+
+    def total(values: Array) -> Array:  # [B, D] -> [D]
+        return jnp.sum(jnp.where(mask[:, None], values, 0), axis=0)
+
+    error, spread = total((outputs - y) ** 2), total((y - mean[None]) ** 2)
+    count = jnp.sum(mask)
+    return {
+        "mse": (jnp.mean(error), count),
+        "mae": (jnp.mean(total(jnp.abs(outputs - y))), count),
+        "r2": (spread - error, spread),
+        "mse_mean": (jnp.mean(spread), count),
+    }
+
+
+def several_labels(outputs: Array, y: Array, mask: Array, client: Client) -> Scores:
+    """Computes the scores of logits and labels [B, D] bool, positive logits being
+    predicted labels.
+
+    `f1` is the mean over labels that occur or are predicted, `exact` the share of
+    examples with all labels right, `hamming` the share of right labels.
+    """
+    _check_targets(outputs, y)
+    count, row = jnp.sum(mask), mask[:, None]
+    guess, right = (outputs > 0) & row, ((outputs > 0) == y) & row
+    both, either = (guess & y), guess.astype(jnp.int32) + (y & row)
+    return {
+        "f1": (2 * jnp.sum(both, axis=0), jnp.sum(either, axis=0)),
+        "exact": (jnp.sum(jnp.all(right, axis=1)), count),
+        "hamming": (jnp.sum(right), count * y.shape[1]),
+    }
+
+
+def _check_targets(outputs: Array, y: Array) -> None:
+    if getattr(outputs, "shape", None) != y.shape:
+        found = getattr(outputs, "shape", type(outputs).__name__)
+        raise ContractError(f"the predictor must return {list(y.shape)}, got {found}.")
+
+
 def ratio(total: Array, count: Array) -> Array:
     """Computes total / count, averaged over the last axis until a scalar is left;
     entries without a count are left out."""
@@ -90,16 +146,145 @@ def ratio(total: Array, count: Array) -> Array:
 
 
 def client(
-    c: Client, predictor: Predictor, score: Score = classification
+    c: Client,
+    predictor: Predictor,
+    score: Score = classification,
+    metrics: tuple[str, ...] = (),
 ) -> dict[str, Array]:
     """Computes the scores of one client's predictor on its test examples, {name: []};
-    NaN without examples."""
+    NaN without examples.
+
+    Args:
+      metrics: further scores, names in METRICS.
+    """
 
     def batch_scores(batch: Batch) -> Scores:
         return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
 
     sums = local_training.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
-    return {name: ratio(*pair) for name, pair in sums.items()}
+    found = {name: ratio(*pair) for name, pair in sums.items()}
+    if metrics:
+        found |= whole(c.test, predictor, len(c.class_counts), metrics)
+    return found
+
+
+def whole(
+    data: Data, predictor: Predictor, num_classes: int, metrics: tuple[str, ...]
+) -> dict[str, Array]:
+    """Computes scores {name: []} in METRICS that are no sums over examples; NaN where a
+    score is not defined."""
+    size = min(BATCH, data.index.shape[0])
+    labels = data.examples.y
+    several = labels.dtype == bool
+    positions = 1 if several or labels.ndim == 1 else labels.shape[1]
+    length = (data.index.shape[0] + -data.index.shape[0] % size) * positions
+
+    def collect(
+        carry: tuple[Array, Array, Array], batch: Batch
+    ) -> tuple[Array, Array, Array]:
+        z = predictor(batch.x, batch.mask)
+        z = z[..., 0] if getattr(z, "ndim", 0) == 3 else z  # the personal model's
+        if getattr(z, "shape", ())[1:] != (num_classes,):
+            raise ContractError(
+                f"`metrics` need a predictor of logits [B, {num_classes}]."
+            )
+        at = batch.row[:, None] * positions + jnp.arange(positions)[None]
+        at = jnp.where(batch.mask, at.reshape(-1), length)
+        logits, y, seen = carry
+        return (
+            logits.at[at].set(z, mode="drop"),
+            y.at[at].set(batch.y, mode="drop"),
+            seen.at[at].set(True, mode="drop"),
+        )
+
+    start = (
+        jnp.zeros((length, num_classes)),
+        jnp.zeros((length, *([num_classes] if several else [])), labels.dtype),
+        jnp.zeros(length, bool),
+    )
+    logits, y, mask = local_training.fold(data, collect, start, size)
+    p = jax.nn.sigmoid(logits) if several else jax.nn.softmax(logits)
+    return {name: METRICS[name](p, y, mask) for name in metrics}
+
+
+def auc(p: Array, y: Array, mask: Array) -> Array:
+    """Area under the ROC curve of each class against the rest, the mean over classes
+    with examples of both kinds.
+
+    Args:
+      p: probabilities [M, C].
+      y: labels [M], or several [M, C] bool.
+      mask: [M] bool.
+    """
+
+    def one(p: Array, hit: Array) -> Array:
+        below, upto = _ranks(p, mask & ~hit)
+        n, wins = jnp.sum(mask & ~hit), jnp.where(mask & hit, (below + upto) / 2, 0)
+        return jnp.sum(wins) / (n * jnp.sum(mask & hit))
+
+    return _over_classes(one, p, y, mask)
+
+
+def average_precision(p: Array, y: Array, mask: Array) -> Array:
+    """Average precision of each class against the rest, as `auc`."""
+
+    def one(p: Array, hit: Array) -> Array:
+        positive, every = mask & hit, jnp.sum(mask)
+        above = every - _ranks(p, mask)[0]
+        right = jnp.sum(positive) - _ranks(p, positive)[0]
+        each = jnp.where(positive, right / jnp.maximum(above, 1), 0)
+        return jnp.sum(each) / jnp.sum(positive)
+
+    return _over_classes(one, p, y, mask)
+
+
+def ece(p: Array, y: Array, mask: Array, bins: int = 15) -> Array:
+    """Expected calibration error: mean |accuracy - confidence| over bins of equal width
+    of the largest probability (Guo et al., ICML 2017)."""
+    sure, right = jnp.max(p, axis=1), jnp.argmax(p, axis=1) == y
+    bin = jnp.clip(jnp.ceil(sure * bins).astype(jnp.int32) - 1, 0, bins - 1)
+    gaps = jnp.zeros(bins).at[bin].add(jnp.where(mask, right - sure, 0))
+    count = jnp.sum(mask)
+    return jnp.where(count > 0, jnp.sum(jnp.abs(gaps)) / count, jnp.nan)
+
+
+def macro_f1(p: Array, y: Array, mask: Array) -> Array:
+    """F1 of each class, the mean over classes that are a label or a prediction."""
+    classes = p.shape[1]
+    guess = jax.nn.one_hot(jnp.argmax(p, axis=1), classes) * mask[:, None]
+    true = jax.nn.one_hot(y, classes) * mask[:, None]
+    both, any_ = jnp.sum(guess * true, axis=0), jnp.sum(guess + true, axis=0)
+    return ratio(2 * both, any_)
+
+
+# the primary score by the kind of labels, and which of its values are better
+HEADLINES = {"f": ("mse", "min"), "b": ("f1", "max")}
+# scores of all of a client's test examples: (p [M, C], y [M], mask [M]) -> []
+METRICS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "auc": auc,
+    "ap": average_precision,
+    "ece": ece,
+    "f1": macro_f1,
+}
+
+
+def _ranks(p: Array, among: Array) -> tuple[Array, Array]:
+    """Returns how many of the rows `among` [M] are below each p [M], and how many are
+    at most as large."""
+    ordered = jnp.sort(jnp.where(among, p, jnp.inf))
+    below, upto = (jnp.searchsorted(ordered, p, side) for side in ("left", "right"))
+    return below, upto
+
+
+def _over_classes(
+    one: Callable[[Array, Array], Array], p: Array, y: Array, mask: Array
+) -> Array:
+    """Averages one(p [M], hit [M]) over classes with examples inside and outside."""
+    hits = y.T if y.ndim == 2 else y[None] == jnp.arange(p.shape[1])[:, None]
+    count = jnp.sum(hits & mask[None], axis=1)
+    both = (count > 0) & (count < jnp.sum(mask))
+    values = jax.vmap(one)(p.T, hits)
+    return ratio(jnp.where(both, values, 0), both.astype(jnp.float32))
 
 
 def post(
@@ -107,7 +292,7 @@ def post(
 ) -> dict[str, Array]:
     """Computes the scores right after local training if `cohort.evaluated`, else
     NaN."""
-    run = trees.traced_once(lambda: client(c, predictor, score))
+    run = trees.traced_once(lambda: client(c, predictor, score, cohort.metrics))
     nothing = {
         name: jnp.full(x.shape, jnp.nan, x.dtype)
         for name, x in jax.eval_shape(run).items()

@@ -79,6 +79,7 @@ class Step(Stream):
 
     LOSS = 3, "the loss: dropout and alike"
     AUGMENT = 4, "augmentation, + the number of the batch"
+    MIX = 9, "mixing of examples and labels, + the number of the batch"
 
 
 class Loss(Stream):

@@ -1,8 +1,10 @@
 """One client's training: shuffling, batching, masks, steps. The only file that scans
 over batches."""
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -14,12 +16,13 @@ from chex import Numeric
 from fedjax_pfl import keys, losses, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.kernels.platform import platform
-from fedjax_pfl.types import Array, Batch, Client, Data, PyTree, Task
+from fedjax_pfl.types import Array, Batch, Client, Data, PyTree, Task, Work
 
 T = TypeVar("T")
 SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
 # likewise: what the server computes, though a client's function may have it
 ON_SERVER = "on_server"
+_BOUNDED = contextvars.ContextVar("bounded", default=False)
 # (variables, batch, key) -> loss [], new stats (, aux)
 Loss = Callable[
     [PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]
@@ -87,6 +90,32 @@ def _copied_rows_of_clients(
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
+def shares_loop() -> bool:
+    """Returns True if the clients of a batch share one trip count, their largest.
+
+    A loop whose condition differs between clients copies its carry in every turn, on an
+    accelerator all weights. On a CPU small networks only are batched.
+    """
+    return platform() != "cpu"
+
+
+def trips(count: Any) -> Any:
+    """Returns the trip count of a loop: the client's, or the largest of its batch."""
+    return _largest(jnp.asarray(count)) if shares_loop() else count
+
+
+@jax.custom_batching.custom_vmap
+def _largest(count: Array) -> Array:
+    return count
+
+
+@_largest.def_vmap
+def _largest_of_clients(
+    size: int, batched: list[bool], count: Array
+) -> tuple[Array, bool]:
+    return _largest(jnp.max(count) if batched[0] else count), False
+
+
 def held_out(size: Numeric, fraction: Numeric) -> Array:
     """How many of a client's rows `holdout` holds out, [] int32."""
     held = jnp.clip(
@@ -126,9 +155,15 @@ def check_left(task: Task, fraction: Numeric) -> None:
 
 
 def _batches(
-    data: Data, orders: list[Array], start: Array, batch_size: int
+    data: Data,
+    orders: list[Array],
+    start: Array,
+    batch_size: int,
+    rows: Array | None = None,
 ) -> list[Batch]:
     mask = start + jnp.arange(batch_size) < data.size
+    if rows is not None:
+        mask &= jnp.arange(batch_size) < rows
     return [
         take(data, jax.lax.dynamic_slice_in_dim(order, start, batch_size), mask)
         for order in orders
@@ -150,6 +185,9 @@ def steps(
     steps: int | Array | None = None,
     batches_per_step: int = 1,
     drop_last: bool = False,
+    rows: Array | None = None,
+    limit: Array | None = None,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """Runs `carry, aux = step(key, carry, *batches)` over shuffled batches.
 
@@ -159,59 +197,111 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps, and no batch consists of padding only. With a `data.size`
-    that is a Python integer, and `epochs`, the loop has a derivative in reverse mode.
+    exactly its own steps. Where clients share the loop (`shares_loop`) batches of
+    padding only follow a client's own, with masks that are False.
+
+    Args:
+      rows: examples of a batch, at most `batch_size`, which they are by default.
+      limit: the largest number of steps.
+      keeps: the step takes `active` [] and returns its carry unchanged where that is
+        False (None: the loop is not shared); else the carry is selected.
 
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
-    length = data.index.shape[0]
-    per_epoch, total = _counts(data, batch_size, epochs, steps, drop_last)
+    shared, length = shares_loop(), data.index.shape[0]
+    size = batch_size if rows is None else rows
+    per_epoch, total = _counts(data, size, epochs, steps, drop_last, limit)
+    padding = -length % batch_size if rows is None else batch_size
     passes: Any = (
         epochs
-        if steps is None
+        if steps is None and limit is None
         else (total + per_epoch - 1) // jnp.maximum(per_epoch, 1)
     )
 
-    def one(e: Array, orders: list[Array], s: Array, loop: PyTree) -> PyTree:
-        carry, sums = loop
+    def one(
+        e: Array, orders: list[Array], count: Array, s: Array, loop: PyTree
+    ) -> PyTree:
+        carry, sums, active = loop
         step_key = jax.random.fold_in(
             keys.fold(key, keys.Client.STEP), e * per_epoch + s
         )
-        carry, aux = step(
-            step_key, carry, *_batches(data, orders, s * batch_size, batch_size)
-        )
-        return carry, trees.add(sums, aux)
+        batches = _batches(data, orders, s * size, batch_size, rows)
+        if not shared:
+            carry, aux = step(step_key, carry, *batches)
+            return carry, trees.add(sums, aux), active
+        batches = [b._replace(mask=b.mask & active) for b in batches]
+        mine = {"active": active} if keeps else {}
+        new, aux = step(step_key, carry, *batches, **mine)
+        aux = jax.tree.map(lambda x: jnp.where(active, x, 0), aux)
+        new = new if keeps else trees.choose(active, new, carry)
+        return new, trees.add(sums, aux), s + 1 < count
 
-    def epoch(e: Array, loop: PyTree) -> PyTree:
+    def shuffled(e: Array) -> list[Array]:
         first = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), e)
         draws = [
             first,
             *(jax.random.fold_in(first, i) for i in range(1, batches_per_step)),
         ]
-        orders = [
-            jnp.pad(shuffle(key, length, data.size), (0, -length % batch_size))
-            for key in draws
-        ]
-        count = per_epoch
-        if steps is not None or isinstance(per_epoch, jax.Array):
-            count = jnp.minimum(per_epoch, total - e * per_epoch)
+        return [jnp.pad(shuffle(key, length, data.size), (0, padding)) for key in draws]
+
+    def epoch(e: Array, loop: PyTree) -> PyTree:
+        orders = shuffled(e)
+        count = jnp.minimum(per_epoch, total - e * per_epoch)
+        first = (*loop, count > 0)
         return jax.lax.fori_loop(
-            0, count, lambda s, loop: one(e, orders, s, loop), loop
-        )
+            0, trips(count), lambda s, loop: one(e, orders, count, s, loop), first
+        )[:2]
 
     step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
-    orders = [jnp.zeros(length + -length % batch_size, jnp.int32)] * batches_per_step
+    orders = [jnp.zeros(length + padding, jnp.int32)] * batches_per_step
     sums = _zeros_like_result(
         lambda: step(key, carry, *_batches(data, orders, jnp.int32(0), batch_size))[1]
     )
+
+    def turn(loop: PyTree, i: Array) -> tuple[PyTree, None]:
+        e, s = jnp.divmod(i, jnp.maximum(per_epoch, 1))
+        new = one(e, shuffled(e), per_epoch, s, (*loop, i < total))[:2]
+        return trees.choose(i < total, new, loop), None
+
     with jax.named_scope(SCOPE):
-        carry, sums = jax.lax.fori_loop(0, passes, epoch, (carry, sums))
+        if _BOUNDED.get():
+            most = _most(length, batch_size, epochs, steps, data)
+            carry, sums = jax.lax.scan(turn, (carry, sums), jnp.arange(most))[0]
+        else:
+            carry, sums = jax.lax.fori_loop(0, trips(passes), epoch, (carry, sums))
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
 
 
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Makes what is traced within the context differentiable in reverse mode.
+
+    Loops over batches then have the static trip count of the largest client, and a
+    client's superfluous steps are discarded. The results are the same.
+    """
+    token = _BOUNDED.set(True)
+    try:
+        yield
+    finally:
+        _BOUNDED.reset(token)
+
+
+def _most(length: int, batch_size: int, epochs: Any, steps: Any, data: Data) -> int:
+    """The largest number of steps, static."""
+    most = steps if epochs is None else epochs * -(-length // batch_size)
+    if data.work is not None or not isinstance(most, int):
+        raise InputError("Reverse mode needs a static number of local steps.")
+    return most
+
+
 def _counts(
-    data: Data, batch_size: int, epochs: Any, steps: int | Array | None, drop_last: bool
+    data: Data,
+    batch_size: int | Array,
+    epochs: Any,
+    steps: int | Array | None,
+    drop_last: bool,
+    limit: Array | None = None,
 ) -> tuple[Array, Array]:
     """The steps of an epoch, and all of them."""
     per_epoch = (
@@ -219,9 +309,8 @@ def _counts(
         if drop_last
         else (data.size + batch_size - 1) // batch_size
     )
-    return per_epoch, per_epoch * epochs if steps is None else jnp.where(
-        per_epoch > 0, steps, 0
-    )
+    total = per_epoch * epochs if steps is None else jnp.where(per_epoch > 0, steps, 0)
+    return per_epoch, total if limit is None else jnp.minimum(total, limit)
 
 
 def learns(size: Array, task: Task) -> Array:
@@ -232,7 +321,26 @@ def learns(size: Array, task: Task) -> Array:
 
 def count(data: Data, task: Task) -> Array:
     """The number of steps [] int32 that `work` takes."""
-    return _counts(data, task.batch_size, task.epochs, task.steps, task.drop_last)[1]
+    plan = _plan(data.work, task)
+    size = plan.pop("rows", task.batch_size)
+    return _counts(data, size, drop_last=task.drop_last, **plan)[1]
+
+
+def rate(data: Data, task: Task) -> Numeric:
+    """The learning rate of a client, [] or a number."""
+    given = data.work
+    return task.lr if given is None or given.lr is None else task.lr * given.lr
+
+
+def _plan(given: Work | None, task: Task, epochs: int | None = None) -> dict[str, Any]:
+    """The options of `steps` for a client's local work, or for `epochs`."""
+    plan: dict[str, Any] = {"epochs": task.epochs, "steps": task.steps}
+    if given is not None:
+        own = {"rows": given.batch_size, "limit": given.limit}
+        plan |= {name: x for name, x in own.items() if x is not None}
+        if given.epochs is not None or given.steps is not None:
+            plan |= {"epochs": given.epochs, "steps": given.steps}
+    return plan if epochs is None else plan | {"epochs": epochs, "steps": None}
 
 
 def work(
@@ -244,16 +352,14 @@ def work(
     *,
     epochs: int | None = None,
     batches_per_step: int = 1,
+    keeps: bool = False,
 ) -> tuple[PyTree, PyTree, Array]:
     """The task's local work: `steps` with its batch size, its epochs or steps (or
     `epochs`), and augmented batches."""
-    length: dict[str, Any] = (
-        {"epochs": task.epochs, "steps": task.steps}
-        if epochs is None
-        else {"epochs": epochs}
-    )
 
-    def augmented(key: Array, carry: PyTree, *batches: Batch) -> tuple[PyTree, PyTree]:
+    def augmented(
+        key: Array, carry: PyTree, *batches: Batch, **rest: Array
+    ) -> tuple[PyTree, PyTree]:
         if task.augment is not None:
             draws = [
                 keys.fold(key, keys.Step.AUGMENT, i) for i in range(batches_per_step)
@@ -262,16 +368,29 @@ def work(
                 b._replace(x=task.augment(k, b.x))
                 for k, b in zip(draws, batches, strict=True)
             )
-        return step(keys.fold(key, keys.Step.LOSS), carry, *batches)
+        if task.mix is not None:
+            draws = [keys.fold(key, keys.Step.MIX, i) for i in range(batches_per_step)]
+            batches = tuple(
+                _mixed(k, b, task) for k, b in zip(draws, batches, strict=True)
+            )
+        return step(keys.fold(key, keys.Step.LOSS), carry, *batches, **rest)
 
     options: dict[str, Any] = {
         "batch_size": task.batch_size,
         "drop_last": task.drop_last,
-        **length,
+        "keeps": keeps,
+        **_plan(data.work, task, epochs),
     }
     return steps(
         key, data, augmented, carry, batches_per_step=batches_per_step, **options
     )
+
+
+def _mixed(key: Array, batch: Batch, task: Task) -> Batch:
+    labels = jax.nn.one_hot(batch.y, task.num_classes)
+    assert task.mix is not None
+    x, y = task.mix(key, batch.x, labels, batch.mask)
+    return batch._replace(x=x, y=y)
 
 
 def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -284,16 +403,23 @@ def planned(task: Task, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       steps [N] and examples seen [N], repetitions included, int64.
     """
     sizes = np.asarray(sizes, np.int64)
-    whole = sizes // task.batch_size
-    per_epoch = whole if task.drop_last else -(-sizes // task.batch_size)
-    seen = whole * task.batch_size if task.drop_last else sizes  # in an epoch
+    given = None
+    if task.work is not None:
+        ids = jnp.arange(len(sizes), dtype=jnp.int32)
+        given = jax.device_get(jax.vmap(task.work, (0, None))(ids, jnp.int32(0)))
+    plan = _plan(given, task)
+    size = plan.get("rows", task.batch_size)
+    whole = sizes // size
+    per_epoch = whole if task.drop_last else -(-sizes // size)
+    seen = whole * size if task.drop_last else sizes  # in an epoch
     steps = (
-        per_epoch * task.epochs
-        if task.steps is None
-        else np.where(per_epoch > 0, task.steps, 0)
+        per_epoch * plan["epochs"]
+        if plan["steps"] is None
+        else np.where(per_epoch > 0, plan["steps"], 0)
     )
+    steps = np.minimum(steps, plan.get("limit", steps))
     passes, rest = np.divmod(steps, np.maximum(per_epoch, 1))
-    return steps, passes * seen + np.minimum(rest * task.batch_size, seen)
+    return steps, passes * seen + np.minimum(rest * size, seen)
 
 
 def sgd(
@@ -322,14 +448,16 @@ def sgd(
       (variables, the mean loss over the steps []); with `has_aux`, in place of the
       loss, (loss, aux), both means.
     """
-    optimizer = task.optimizer(task.lr)
+    optimizer = task.optimizer(rate(data, task))
     fixed = {name: part for name, part in variables.items() if name not in train}
 
-    def step(key: Array, carry: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        params, stats, opt = carry
+    def step(
+        key: Array, carry: PyTree, batch: Batch, active: Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        params, old, opt = carry
 
         def objective(params: PyTree, batch: Batch) -> tuple[Array, PyTree]:
-            value, *others = loss({**fixed, **params, "stats": stats}, batch, key)
+            value, *others = loss({**fixed, **params, "stats": old}, batch, key)
             return value, others
 
         compute = jax.value_and_grad(objective, has_aux=True)
@@ -338,12 +466,15 @@ def sgd(
         (value, (stats, *aux)), grads = compute(params, batch)
         if extra is not None:
             grads = trees.add(grads, extra(params))
-        updates, opt = optimizer.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), stats, opt), (value, *aux)
+        updates, new = optimizer.update(grads, opt, params)
+        if active is not None:
+            updates = jax.tree.map(lambda x: jnp.where(active, x, 0), updates)
+            stats, new = trees.choose(active, (stats, new), (old, opt))
+        return (optax.apply_updates(params, updates), stats, new), (value, *aux)
 
     params = {name: variables[name] for name in train}
     carry = (params, variables["stats"], optimizer.init(params))
-    carry, means, _ = work(key, data, step, carry, task, epochs=epochs)
+    carry, means, _ = work(key, data, step, carry, task, epochs=epochs, keeps=True)
     return {**fixed, **carry[0], "stats": carry[1]}, means if has_aux else means[0]
 
 
@@ -396,7 +527,7 @@ def bind(task: Task, loss: Loss | None = None) -> Callable[..., tuple[PyTree, An
     ) -> tuple[dict[str, PyTree], Any]:
         key = c.key if stream is None else keys.fold(c.key, stream)
         data = c.train if data is None else data
-        loss = losses.classification(c.model) if loss is None else loss
+        loss = losses.classification(c.model, task) if loss is None else loss
         return sgd(key, data, loss, variables, task, **options)
 
     return train
@@ -406,15 +537,21 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
     """Runs `carry = function(carry, batch)` over all rows in order."""
     length = data.index.shape[0]
     order = jnp.arange(length + -length % batch_size, dtype=jnp.int32)
+    count = (data.size + batch_size - 1) // batch_size
 
     def one(s: Array, carry: T) -> T:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
-        return function(carry, batch)
+        new = function(carry, batch)
+        return trees.choose(s < count, new, carry) if shares_loop() else new
+
+    def turn(carry: T, s: Array) -> tuple[T, None]:
+        return trees.choose(s < count, one(s, carry), carry), None
 
     with jax.named_scope(SCOPE):
-        return jax.lax.fori_loop(
-            0, (data.size + batch_size - 1) // batch_size, one, carry
-        )
+        if _BOUNDED.get():
+            every = jnp.arange(len(order) // batch_size)
+            return jax.lax.scan(turn, carry, every)[0]
+        return jax.lax.fori_loop(0, trips(count), one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:

@@ -3,12 +3,17 @@ training takes."""
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from chex import Numeric
 from jax import lax
 
-from fedjax_pfl.types import Array, Batch, Model, PyTree
+from fedjax_pfl.types import Array, Batch, Model, PyTree, Task
+
+# (logits [B, C], labels [B] or [B, C], mask [B]) -> []
+Loss = Callable[[Array, Array, Array], Array]
 
 # of the four Gaussian kernels of `mmd`, as in FedCP's code
 VARIANCES = (10.0, 15.0, 20.0, 50.0)
@@ -25,10 +30,83 @@ def masked_mean(values: Array, mask: Array) -> Array:
 
 
 def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
-    """Mean cross entropy of logits [B, C] and labels [B] over the valid rows, []."""
+    """Mean cross entropy of logits [B, C] and labels [B], or probabilities [B, C], over
+    the valid rows, []."""
+    if y.ndim == 2:
+        return masked_mean(optax.losses.softmax_cross_entropy(logits, y), mask)
     return masked_mean(
         optax.losses.softmax_cross_entropy_with_integer_labels(logits, y), mask
     )
+
+
+def of(task: Task) -> Loss:
+    """Returns the task's loss of outputs, by default that of its labels: cross entropy
+    of classes, binary cross entropy of bool, squared error of real numbers."""
+    if task.loss is not None:
+        return task.loss
+    kinds = {"b": binary_cross_entropy, "f": squared_error}
+    return kinds.get(np.dtype(task.label.dtype).kind, cross_entropy)
+
+
+def squared_error(outputs: Array, y: Array, mask: Array) -> Array:
+    """Mean squared error of outputs and targets [B, D] over the valid rows, []."""
+    return masked_mean(jnp.mean((outputs - y) ** 2, axis=-1), mask)
+
+
+def binary_cross_entropy(outputs: Array, y: Array, mask: Array) -> Array:
+    """Mean binary cross entropy of logits [B, D] and labels [B, D] bool over the valid
+    rows, []."""
+    each = optax.losses.sigmoid_binary_cross_entropy(outputs, y.astype(outputs.dtype))
+    return masked_mean(jnp.mean(each, axis=-1), mask)
+
+
+def label_smoothing(epsilon: Numeric) -> Loss:
+    """Returns the cross entropy with labels mixed with the uniform distribution, by
+    epsilon in [0, 1]."""
+
+    def loss(logits: Array, y: Array, mask: Array) -> Array:
+        labels = _soft(y, logits)
+        return cross_entropy(logits, optax.smooth_labels(labels, epsilon), mask)
+
+    return loss
+
+
+def focal(gamma: Numeric) -> Loss:
+    """Returns the focal loss -(1 - p)^gamma log p of the label's probability p (Lin et
+    al., ICCV 2017), gamma in [0, inf)."""
+
+    def loss(logits: Array, y: Array, mask: Array) -> Array:
+        log_p = jax.nn.log_softmax(logits)
+        each = (1 - jnp.exp(log_p)) ** gamma * log_p
+        return masked_mean(-jnp.sum(_soft(y, logits) * each, axis=-1), mask)
+
+    return loss
+
+
+def class_balanced(beta: float, class_counts: np.ndarray) -> Loss:
+    """Returns the cross entropy with weights (1 - beta) / (1 - beta^n_c) of the classes
+    (Cui et al., CVPR 2019).
+
+    Args:
+      beta: in [0, 1); 0 weighs all alike.
+      class_counts: [C] examples, or [N, C] of the clients. The weights of the classes
+        with examples have the mean 1.
+    """
+    n = np.asarray(class_counts, np.float32).reshape(-1, np.shape(class_counts)[-1])
+    n = n.sum(axis=0)
+    raw = np.where(n > 0, (1 - beta) / (1 - beta ** np.maximum(n, 1)), 0)
+    weights = jnp.asarray(raw * (n > 0).sum() / raw.sum(), jnp.float32)
+
+    def loss(logits: Array, y: Array, mask: Array) -> Array:
+        each = -_soft(y, logits) * jax.nn.log_softmax(logits) * weights[None]
+        return masked_mean(jnp.sum(each, axis=-1), mask)
+
+    return loss
+
+
+def _soft(y: Array, logits: Array) -> Array:
+    """Returns labels [B] or [B, C] as probabilities [B, C]."""
+    return jax.nn.one_hot(y, logits.shape[-1]) if y.ndim == 1 else y
 
 
 def balanced_softmax(
@@ -47,15 +125,17 @@ def balanced_softmax(
 
 def classification(
     model: Model,
+    task: Task | None = None,
 ) -> Callable[[PyTree, Batch, Array], tuple[Array, PyTree]]:
-    """The loss of ordinary training: cross entropy of the model's logits, as
-    `local_training.sgd` takes it."""
+    """The loss of ordinary training, as `local_training.sgd` takes it: the task's loss
+    of the model's logits; None: cross entropy."""
+    value = cross_entropy if task is None else of(task)
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
         logits, stats = model.apply(
             variables, batch.x, mask=batch.mask, train=True, key=key
         )
-        return cross_entropy(logits, batch.y, batch.mask), stats
+        return value(logits, batch.y, batch.mask), stats
 
     return loss
 

@@ -6,7 +6,8 @@ examples, G architectures, Z parameters, n examples of the whole data set.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -72,6 +73,19 @@ class Data(NamedTuple):
     # content of the rows where Batch.mask is False: x prepared [...], y [];
     # None: the client's first example
     mask_fill: Examples | None = None
+    # of training examples, as of `Task.work`
+    work: "Work | None" = None
+
+
+class Work(NamedTuple):
+    """One client's local work in a round, where it differs from the task's; arrays of
+    shape []."""
+
+    lr: Array | None = None  # factor of the learning rate
+    epochs: Array | None = None  # in place of the task's epochs or steps
+    steps: Array | None = None  # likewise
+    batch_size: Array | None = None  # at most the task's
+    limit: Array | None = None  # steps after which a straggler returns
 
 
 class Batch(NamedTuple):
@@ -163,6 +177,18 @@ class Task(NamedTuple):
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
     # (key, x) -> x, on training batches
     augment: Callable[[Array, Array], Array] | None = None
+    # (logits [B, C], y, mask [B]) -> [], a mean over valid rows; None: cross entropy
+    loss: Callable[[Array, Array, Array], Array] | None = None
+    # (key, x, labels [B, C], mask [B]) -> x, soft labels [B, C], in training
+    mix: Callable[..., tuple[Array, Array]] | None = None
+    # (round) -> factor of lr
+    schedule: Callable[[Array], Array] | None = None
+    # (key, round) -> weights [N] of the draw of a round's clients; None: uniform
+    sampling: Callable[[Array, Array], Array] | None = None
+    # (client id, round) -> Work; None: all clients have the task's local work
+    work: Callable[[Array, Array], "Work"] | None = None
+    # further scores of logits, names in `evaluation.METRICS`
+    metrics: tuple[str, ...] = ()
     # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
     # None: that of the mean loss
     per_example: Callable[[Array, PyTree, Array], PyTree] | None = None
@@ -280,6 +306,7 @@ class Cohort(Protocol):
     total: Array  # [] int32 training examples of all N clients
     round: Array  # [] int32
     evaluated: Array  # [] bool: is this round evaluated?
+    metrics: tuple[str, ...]  # as of `Task`
     public: Data | None  # the pool of public examples, for the server
 
     def map(
@@ -397,8 +424,8 @@ class Algorithm(NamedTuple):
     # why unseen clients cannot be personalised, as the end of an error's sentence; "":
     # they can
     no_unseen: str = ""
-    # why a local step must be -lr times the gradient, as the end of an error's
-    # sentence; "": any optimizer will do
-    plain_sgd: str = ""
+    # options of a task that the method's derivation excludes, with the reason as the
+    # end of an error's sentence; see `engine.method.EXCLUDED`
+    excludes: Mapping[str, str] = MappingProxyType({})
     # keys of State.server, means of parameters that a server optimizer may update
     averages: tuple[str, ...] = ()

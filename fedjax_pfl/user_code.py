@@ -19,12 +19,18 @@ CALLS = {  # arguments of a function of each kind
     "model": "(input_shape, num_classes, rngs), by keyword vocabulary, positions",
     "dataset": "() or (seed)",
     "partition": "(dataset, num_clients, seed)",
+    "optimizer": "(lr)",
+    "schedule": "(round)",
+    "loss": "(logits, y, mask)",
+    "mix": "(key, x, labels, mask)",
+    "sampling": "(key, round)",
 }
 # prefixes of other names
 _BUILT_IN = tuple(
     f"{name}:"
     for name in (
         *("npz", "tfds", "file", "blocks", "natural"),
+        *("label_smoothing", "focal", "class_balanced", "mixup", "cutmix"),
         *("text", "table", "imagefolder", "domains", "usps"),
     )
 )

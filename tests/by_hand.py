@@ -45,14 +45,14 @@ def _compiled(method, static):
     return jax.device_get(make({}).init(jax.random.key(0))), step
 
 
-def run(method, begin=None, **hparams):
-    """Returns the states before, between and after the two rounds, on the host, and
-    their metrics."""
+def run(method, begin=None, rounds=oracle.ROUNDS, **hparams):
+    """Returns the states before, between and after the rounds, on the host, and their
+    metrics."""
     values = {k: jnp.float32(x) for k, x in hparams.items() if isinstance(x, float)}
     static = tuple((k, x) for k, x in hparams.items() if not isinstance(x, float))
     start, step = _compiled(method, static)
     states, reports = [start if begin is None else begin], []
-    for t, (key, here) in enumerate(zip(KEYS, oracle.ROUNDS, strict=True)):
+    for t, (key, here) in enumerate(zip(KEYS, rounds, strict=False)):
         active = jnp.isin(IDS, jnp.array(here))
         new, metrics = step(key, states[-1], active, jnp.int32(t), values)
         states.append(jax.device_get(new))
@@ -65,9 +65,9 @@ def batches(i, t):
     return [step[0] for step in oracle.batches(F, i, KEYS[t], TASK)]
 
 
-def shuffled(key, i, epochs):
-    """The minibatches of client i under another key."""
-    rows, (x, y) = int(F.train.size[i]), examples(i)
+def shuffled(key, i, epochs, first=None):
+    """The minibatches of client i, or of its `first` examples, under another key."""
+    rows, (x, y) = int(F.train.size[i]) if first is None else first, examples(i)
     length, steps = F.train.index.shape[1], []
     for epoch in range(epochs):
         draw = jax.random.fold_in(keys.fold(key, keys.Client.SHUFFLE), epoch)

@@ -85,6 +85,7 @@ def FedAvgCNN(in_features=1, num_classes=10, dim=1024):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", setting.SHAPES)
 def test_the_plain_baselines_networks_have_our_parameters(name):
     stock_net = nnx.eval_shape(
@@ -228,6 +229,7 @@ def test_memory_is_what_is_compiled():
     assert cost.flops == 2 * flops("mlp", (8, 8, 1), 10, 10)  # of two models
 
 
+@pytest.mark.slow
 def test_the_work_of_a_round_is_counted():
     cost = scaling.measure(scaling.Case(20, cohort=20, rounds=1))
     sizes = scaling.partitioned(20).train_sizes
@@ -249,6 +251,7 @@ def test_the_work_of_a_round_is_counted():
     }
 
 
+@pytest.mark.slow
 def test_the_operations_of_fedproto_and_fml():
     """A step forwards and backwards takes two products for each of 10 examples, eight
     steps 80; the pass after them one for each of 80. The norm that FML clips by takes

@@ -247,6 +247,7 @@ def test_a_sampled_cohort_adds_one_gather_and_one_scatter_of_its_rows():
     }
 
 
+@pytest.mark.slow
 def test_clients_at_rest_lie_on_their_devices():
     state, program = compiled("ditto", (1.0, 1.0))
     for tree in (state.clients, program.output_shardings[0].clients):

@@ -68,6 +68,7 @@ def test_a_client_alone_trains_as_among_clients_of_its_own_architecture():
     assert a.state.clients.trees[1]["head"]["kernel"].shape == (2, 12, toy.C)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "participation, devices",
     [
@@ -138,6 +139,7 @@ def test_one_prediction_per_architecture():
         assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_averaged_over_all_and_must_have_one_shape():
     # both of 8 features
     same_width = (SMALL, models.model(toy.norm_net, toy.SHAPE, toy.C))

@@ -190,6 +190,7 @@ def test_each_client_takes_its_own_steps_under_vmap():
     np.testing.assert_array_equal(count, [6, 0, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (3, 2)])
 def test_rows_are_those_of_plain_indexing_for_one_client_for_many_and_for_data_sets_of_their_own(
     shape,

@@ -49,6 +49,7 @@ def network(divide):
     return models.model(make, toy.SHAPE, toy.C)
 
 
+@pytest.mark.slow
 def test_zeros_would_be_missed():
     """The gradient at a row of zeros is NaN, for each of these networks."""
     for divide in DIVIDING.values():

@@ -140,6 +140,7 @@ def test_shares_by_column():
     np.testing.assert_allclose(got, [[0.25, 0, 0], [0.75, 0, 1], [0, 0, 0]])
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_seen_in_the_mean():
     """Else the server would stay where it is, and the run go on."""
     active, x, default = (

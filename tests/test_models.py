@@ -17,6 +17,7 @@ from jax import lax
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import MODELS, flops, layers, model, nets, num_parameters
 from fedjax_pfl.models.nnx_model import BN_STATS
+from fedjax_pfl.models.registry import TEXT
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,7 @@ SIZES = [
     ("cnn_same", (28, 28, 1), 62, 1_690_046),
     ("cnn_same", (32, 32, 3), 10, 2_156_490),
     ("cnn_same", (32, 32, 3), 100, 2_202_660),
+    ("mobilenet_v2", (32, 32, 3), 10, 2_236_682),  # torchvision's
 ]
 
 
@@ -85,11 +87,13 @@ LONG = (
     "resnet18_gn",
     "resnet18_imagenet",
     "cnn_dva_small",
+    "mobilenet_v2",
 )
+IMAGE_MODELS = [name for name in MODELS if MODELS[name] not in TEXT]
 
 
 @pytest.mark.parametrize(
-    "name", [toy.slow(name) if name in LONG else name for name in MODELS]
+    "name", [toy.slow(name) if name in LONG else name for name in IMAGE_MODELS]
 )
 def test_every_model_has_a_line_of_help_and_gives_logits(name):
     net = model(name, (28, 28, 1), 10)
@@ -405,6 +409,7 @@ def test_dropout_draws_in_training_only():
     np.testing.assert_array_equal(features(False, 1), features(False, 2))
 
 
+@pytest.mark.slow
 def test_traces_draw_a_network_once_and_as_it_is_drawn_without():
     calls = []
 
@@ -465,6 +470,7 @@ def test_running_moments_move_only_in_training():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_the_body_and_keeps_float32():
     """8 bits are a relative error of 0.4 % an operation."""
     x = normal(0, 6, 12, 12, 1)

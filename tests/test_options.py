@@ -164,6 +164,7 @@ def without_effect(method):
     return found + [("lr", "of the task")] * rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
 )

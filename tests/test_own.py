@@ -138,6 +138,7 @@ def test_a_mistake_is_one_sentence(kind, code, tmp_path, monkeypatch):
     assert name.rpartition(":")[0] in str(found.value) and "\n" not in str(found.value)
 
 
+@pytest.mark.slow
 def test_a_seed_that_a_data_set_takes_is_the_runs(tmp_path):
     (tmp_path / "own.py").write_text(
         "import fedjax_pfl as pfl\ndef f(*, seed): return "

@@ -1,14 +1,15 @@
-"""Convolutions in the lanes of a TPU against XLA's, run on the CPU."""
+"""Blocks of convolution and pooling for accelerators against XLA's, run on the CPU."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from jax import lax
 
 from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.kernels import packed
+from fedjax_pfl.kernels import packed, pooled
 from fedjax_pfl.kernels.convolution import form
 from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.models import layers
@@ -64,15 +65,17 @@ def shared_kernel(block, padding):
     "of", [gradient, curvature, gradient_of_gradient, shared_kernel]
 )
 @pytest.mark.parametrize(
-    "clients, channels, out, padding", [(4, 3, 32, 0), (6, 1, 6, 2), (5, 8, 16, 0)]
+    "clients, channels, out, padding",
+    [(4, 3, 32, 0), toy.slow(6, 1, 6, 2), toy.slow(5, 8, 16, 0)],
 )
-def test_packed_block_equals_xla(of, clients, channels, out, padding):
+@pytest.mark.parametrize("form", [packed, pooled])
+def test_block_equals_xla(form, of, clients, channels, out, padding):
     args = (
         normal(0, clients, 2, 8, 7, channels),
         normal(1, clients, 3, 3, channels, out),
         normal(2, clients, out),
     )
-    found = jax.jit(of(packed.conv_relu_pool, padding))(*args)
+    found = jax.jit(of(form.conv_relu_pool, padding))(*args)
     expected = jax.jit(of(plain, padding))(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
@@ -86,7 +89,9 @@ def test_clients_fill_the_lanes(clients, channels, out, expected):
     assert packed.side_by_side(clients, channels, out) == expected
 
 
-@pytest.mark.parametrize("name", ["lenet", "lenet_bn", "cnn", "cnn_dropout"])
+@pytest.mark.parametrize(
+    "name", ["cnn", *map(toy.slow, ("lenet", "lenet_bn", "cnn_dropout"))]
+)
 def test_platforms_give_the_same_network(name):
     def gradients(platform):
         with on(platform):
@@ -111,6 +116,8 @@ def test_platforms_give_the_same_network(name):
 
 def test_platform_chooses_the_form():
     assert form("auto") == "winograd"
+    with on("gpu"):
+        assert form("auto") == "pooled"
     with on("tpu"):
         assert form("auto") == "packed"
         assert form("matmul") == "matmul"
@@ -118,6 +125,7 @@ def test_platform_chooses_the_form():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [layers.max_pool, layers.max_pool_3])
 def test_platforms_pool_alike(pool):
     def both(platform):

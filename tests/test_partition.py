@@ -345,6 +345,20 @@ def test_hsu_sizes_are_equal_and_skewed():
     )
 
 
+@pytest.mark.parametrize("num_clients", [4, 10, 13])
+def test_lognormal_clients_have_consecutive_classes_and_uneven_sizes(num_clients):
+    counts = _all_counts(
+        DATA, spec="lognormal", num_clients=num_clients, seed=0, classes_per_client=3
+    )
+    held = counts > 0
+    assert (held.sum(axis=1) == 3).all() and (counts.sum(axis=0) == 200).all()
+    for first in range(num_clients):
+        start = first * 10 // num_clients if num_clients < 10 else first
+        assert held[first, (start + np.arange(3)) % 10].all()
+    sizes = counts.sum(axis=1)
+    assert sizes.max() > sizes.min() and sizes.min() >= 3 * 200 // 2 // 6
+
+
 def test_classes_without_examples_are_left_out():
     data = DATA._replace(num_classes=15)
     counts = _all_counts(
@@ -740,6 +754,7 @@ RECORDED = {
     "dirichlet_hsu": "7c432c9db9cc",
     "dirichlet_total": "6c14b17c4dd0",
     "label_groups": "5897b53b330b",
+    "lognormal": "33f8b4ba9510",
     "pathological": "99ada87abcea",
     "pathological_subset": "03b300db0e3c",
     "round_robin": "48d5ac9e971f",

@@ -312,6 +312,7 @@ TRAFFIC = {
 
 
 # that no statistics travel if they stay local is a rule of the contract
+@pytest.mark.slow
 @pytest.mark.parametrize("bn_stats", [0, toy.slow(1)], ids=["aggregate", "local"])
 @pytest.mark.parametrize("method", TRAFFIC)
 def test_traffic_with_batch_norm(method, bn_stats):

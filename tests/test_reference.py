@@ -102,6 +102,7 @@ def test_ditto():
         check(toy.rows(state.clients["v"], i), v[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_weighting", "task_loss"),
     [

@@ -178,6 +178,7 @@ def random_variables(model):
     return {**w, "stats": jax.tree.map(np.abs, w["stats"])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stem, mode",
     [("cifar", "train"), toy.slow("imagenet", "batch"), toy.slow("cifar", "group")],

@@ -42,6 +42,7 @@ def test_every_ordered_draw_of_distinct_clients_is_equally_likely(share):
     assert stats.chisquare(np.bincount(ids[:, -1], minlength=n)).pvalue > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_programs_of_64_bits_draw_the_same(share):
     single = [

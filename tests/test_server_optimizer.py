@@ -48,6 +48,7 @@ def adam(w, gradient, m, v, t, rate, b1=0.9, b2=0.99, eps=1e-3):
     return w - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps), m, v
 
 
+@pytest.mark.slow
 def test_adam_steps_along_the_mean_difference():
     """Two rounds of FedAvg with half of the clients; running statistics are averaged as
     ever."""
@@ -142,6 +143,7 @@ STILL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [toy.slow(name) if name == "no step" else name for name in STILL]
 )

@@ -198,6 +198,7 @@ def worn(state: State) -> State:
     return State(state.server | {"head": bank}, state.clients)
 
 
+@pytest.mark.slow
 def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     """Every branch is the mean of its selected holders' (Eqs. 4 and 7 over S_t), each
     trained alone, or what it was."""

@@ -536,6 +536,7 @@ def everybody(**more):
     return toy.cohort(toy.task(), range(toy.N), **more)
 
 
+@pytest.mark.slow
 def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
     cohort = everybody()
     for phase, given in enumerate((jnp.zeros(3), jnp.zeros(5))):
@@ -544,8 +545,9 @@ def test_what_is_sent_by_default_is_all_that_the_means_of_a_round_average():
     np.testing.assert_array_equal([sent.down, sent.up], 8)
 
 
+@pytest.mark.slow
 def test_each_mean_of_a_round_has_noise_of_its_own():
-    noise = lambda key, upload, default: upload + jax.random.normal(key)
+    noise = lambda key, upload, default, client: upload + jax.random.normal(key)
     cohort = everybody(transform=noise)
     one, two = (
         cohort.mean(lambda c: (jnp.zeros(()), c.id), default=jnp.zeros(()), phase=i)[0]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from flax import nnx
 from scipy.special import erf
 
@@ -106,6 +107,7 @@ def block(h, w, heads, seen):
     return h + dense(gelu, w["outer"])
 
 
+@pytest.mark.slow
 def test_a_transformer_is_pre_norm_and_causal():
     model, w = network("transformer", positions=LENGTH)
     x, body = tokens(3, LENGTH)[:2], w["body"]
@@ -127,7 +129,7 @@ def test_a_transformer_is_pre_norm_and_causal():
     assert not np.allclose(moved[:, -1], found[:, -1])
 
 
-@pytest.mark.parametrize("name", ["fasttext", "gru", "transformer"])
+@pytest.mark.parametrize("name", ["fasttext", "gru", toy.slow("transformer")])
 def test_padding_of_a_text_never_counts(name):
     x = tokens(4, LENGTH)
     short, w = network(name)
@@ -212,6 +214,7 @@ def test_the_contract_holds_on_tokens_with_masks(algo, name, positions):
         testing.check(rule, subject)
 
 
+@pytest.mark.slow
 def test_positions_without_a_label_change_nothing():
     """Neither their labels nor, in a causal network, their inputs."""
     task = task_of("gru", LENGTH)

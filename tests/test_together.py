@@ -94,6 +94,7 @@ def test_rounds_to_the_next_that_is_asked_about(t, eval_every, state_every, coun
     assert rounds._free(t, 20, eval_every, state_every) == count
 
 
+@pytest.mark.slow
 def test_what_diverges_among_them_is_not_given_out():
     program = program_of("fedavg", 1, (1.0, 1.0))
     program = program._replace(traced=program.traced | {"lr": 1e-9, "lr_decay": 1e3})

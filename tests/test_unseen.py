@@ -53,6 +53,7 @@ def test_each_seed_draws_others_and_they_are_as_recorded():
 RECORDED = [[0, 10, 13, 15], [6, 7, 16, 19]]
 
 
+@pytest.mark.slow
 def test_the_draw_is_not_that_of_the_partition():
     """By shards of one class each; with the partition's stream they would be the first
     classes."""

@@ -636,7 +636,7 @@ WRONG = [
     ),
     (
         transformed,
-        {"by": lambda key, upload, _: jax.tree.map(lambda x: x[:1], upload)},
+        {"by": lambda key, upload, *_: jax.tree.map(lambda x: x[:1], upload)},
         "fedavg: `transform` must keep the upload",
     ),
     *(
@@ -985,6 +985,7 @@ def test_a_model_that_is_listed_twice_is_one_architecture():
     ]
 
 
+@pytest.mark.slow
 def test_traced_values_that_are_left_out_are_the_programs():
     program, key = (
         make_program("fedprox", {"rounds": 1}, lr_decay=0.5),

@@ -11,6 +11,7 @@ F = toy.federation()
 METHODS = [name if name in FAST else toy.slow(name) for name in toy.METHODS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_trained_on_validation_examples(method):
     """The test examples stand for them, and no client has any."""

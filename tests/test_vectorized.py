@@ -66,6 +66,7 @@ def at_once(programs, given):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [*QUICK, *(toy.slow(name) for name in sorted({*ALGORITHMS} - {*QUICK}))]
 )
@@ -103,6 +104,7 @@ def test_a_run_that_diverges_leaves_the_others_as_they_are():
         ) and "not finite in round 0:" in str(results[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("intervals", [(1, 3), (3, 1)])
 def test_functions_compiled_for_other_intervals_serve(intervals, monkeypatch):
     monkeypatch.setattr(rounds, "SECONDS", 1e9)  # as many rounds at once as may be
@@ -150,6 +152,7 @@ def centred(mean):
     return toy.task(prepare=jax.jit(lambda x: x - mean))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [centred])
 def test_programs_that_differ_in_what_their_parts_do_not_show_are_refused(make):
     """Programs are compared as a whole, too."""

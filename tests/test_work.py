@@ -23,6 +23,7 @@ def counted(method, *, epochs=2, round=1, **hparams):
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_sgd_is_the_models_own():
     assert STEP == 2 * HIDDEN + 3 * HEAD
     for epochs in (1, 2, 5):
@@ -30,6 +31,7 @@ def test_a_step_of_sgd_is_the_models_own():
     assert counted("scaffold") == counted("fedprox") == STEP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, flops",
     [
@@ -60,12 +62,14 @@ def test_a_methods_own_number_of_steps_is_related_to_the_settings():
     assert counted("pfedhn", epochs=2) == 2 * counted("pfedhn", epochs=4) > 0
 
 
+@pytest.mark.slow
 def test_what_the_server_trains_is_not_the_clients_work():
     """FedDF's distillation and its teachers' predictions are the server's, who has
     their models."""
     assert counted("feddf") == counted("feddf", passes=3) == STEP
 
 
+@pytest.mark.slow
 def test_what_precedes_the_first_round_counts_once():
     warm = [
         counted("mnfl_het", order="code", warmup_epochs=2, round=index)
@@ -98,6 +102,7 @@ def test_convolutions_of_another_form_count_about_as_much():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("participation", [(1, 1), (0.2, 0.2)])
 def test_of_several_architectures_the_mean_over_their_examples_counts(participation):
     nets = toy.tiny_mlp, toy.small_mlp

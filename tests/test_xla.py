@@ -13,6 +13,7 @@ from fedjax_pfl.engine import xla
 from fedjax_pfl.models import nets
 
 
+@pytest.mark.slow
 def test_no_local_step_copies_the_weights():
     """XLA would, by itself: the gradient of the first layer reads the weights of the
     second, which the step overwrites."""
@@ -55,6 +56,7 @@ def test_other_devices_need_no_option(monkeypatch, backend):
     assert xla.compiler_options.__wrapped__() == xla.init_options.__wrapped__() == {}
 
 
+@pytest.mark.slow
 def test_a_state_drawn_with_less_optimisation_is_the_same_bit_for_bit(monkeypatch):
     assert xla.init_options.__wrapped__() == {}  # the level of these tests stays
     monkeypatch.delenv("XLA_FLAGS")

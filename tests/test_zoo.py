@@ -311,6 +311,7 @@ def test_adaptive_pooling_is_the_mean_of_each_bin(size, width):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, native",
     [("lenet_valid", 84), ("cnn5", 500), toy.slow("alexnet", 4096), (small, 12)],
@@ -362,6 +363,7 @@ def tokens():
     return models.model(make, (4,), 3, features=5, input_dtype=jnp.int32)
 
 
+@pytest.mark.slow
 def test_a_network_of_tokens_can_have_other_features():
     net = tokens()
     assert net.apply(net.init(KEY), jnp.ones((2, 4), jnp.int32))[0].shape == (2, 3)

@@ -45,7 +45,7 @@ def apfl(
       approximates the gradient of a and adds a decay of 0.02 to it. The mixture's
       running statistics belong to v. The reported loss is the global model's.
     """
-    loss, split = losses.classification(task.model), averaging.split(task)
+    loss, split = losses.classification(task.model, task), averaging.split(task)
     rate = task.lr if lr_alpha is None else lr_alpha
     optimizer = task.optimizer(task.lr)
 

@@ -101,7 +101,7 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
             z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
             gap = optax.losses.softmax_cross_entropy(z, table.T[batch.y])
             gap = losses.masked_mean(jnp.where(known[batch.y], gap, 0), batch.mask)
-            value = losses.cross_entropy(z, batch.y, batch.mask)
+            value = losses.of(task)(z, batch.y, batch.mask)
             return value + gamma * gap, stats
 
         w, value = sgd(c, row["w"], loss=loss)

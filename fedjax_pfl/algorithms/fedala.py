@@ -160,7 +160,7 @@ def fedala(
       ones, or the client's with bn_stats=local. `global_share` is the mean of W_i,
       `ala_epochs` how long it was learned.
     """
-    loss, split = losses.classification(task.model), averaging.split(task)
+    loss, split = losses.classification(task.model, task), averaging.split(task)
     sgd, patience = local_training.bind(task), Patience(window, threshold, cap)
     mask = trees.parts(task.model.bn_mask, BLENDED[blended])
 

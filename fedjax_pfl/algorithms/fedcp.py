@@ -206,7 +206,7 @@ def objective(
 
     def loss(variables, batch, key):
         out, h, s, stats = apply(variables, frozen, batch.x, batch.mask, True, key)
-        value = losses.cross_entropy(out, batch.y, batch.mask)
+        value = losses.of(task)(out, batch.y, batch.mask)
         if lam is not None:
             w = {"body": frozen.body, "stats": variables["stats"]["model"]}
             # The same key: both extractors drop the same features.

@@ -73,7 +73,7 @@ def feddbe(
             old = jax.lax.stop_gradient(running["mean"])
             mean = (1 - momentum) * old + momentum * (weight @ h)
             z = model.head(w["head"], h + jnp.where(known, w["z"], 0)[None])
-            value = losses.cross_entropy(z, batch.y, batch.mask)
+            value = losses.of(task)(z, batch.y, batch.mask)
             gap = jnp.mean((mean - server["mean"]) ** 2) / 2
             value += kappa * jnp.where(known, gap, 0)
             return value, {"model": stats, "mean": mean.astype(old.dtype)}

@@ -75,13 +75,19 @@ def mixing(benefits: Array) -> Array:
     return positive / jnp.where(total > 0, total, 1)
 
 
-def mean_loss(model: Model, variables: PyTree, data: Data, batch_size: int) -> Array:
-    """Computes the mean cross entropy [] of a model over all rows of the data; 0
+def mean_loss(
+    model: Model,
+    variables: PyTree,
+    data: Data,
+    batch_size: int,
+    of: losses.Loss = losses.cross_entropy,
+) -> Array:
+    """Computes the mean loss [] of a model over all rows of the data; 0
     without any."""
 
     def loss(batch):
         logits = predictor(model, variables)(batch.x, batch.mask)
-        value = losses.cross_entropy(logits, batch.y, batch.mask)
+        value = of(logits, batch.y, batch.mask)
         return jnp.sum(batch.mask) * value
 
     total = local_training.sweep(data, loss, batch_size)
@@ -138,11 +144,12 @@ def fedfomo(
     def mix(models, ids, there, mine, c, held):
         # The mixture, and the benefits [M]; one model of the table at a time.
         base = split.receive(mine["start"], mine["own"])
-        base_loss = mean_loss(task.model, base, held, batch_size)
+        kind = losses.of(task)
+        base_loss = mean_loss(task.model, base, held, batch_size, kind)
 
         def one(j):
             w = split.receive(trees.gather(models, j), mine["own"])
-            value = mean_loss(task.model, w, held, batch_size)
+            value = mean_loss(task.model, w, held, batch_size, kind)
             return benefit(value, base_loss, w, base)
 
         benefits = jnp.where(there, jax.lax.map(one, ids), 0)

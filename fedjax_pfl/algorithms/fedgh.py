@@ -4,6 +4,7 @@ Reference: Yi et al., FedGH: heterogeneous federated learning with generalized g
 header (ACM MM 2023), Algorithm 1.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import jax
@@ -18,15 +19,20 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Metrics, Model, Own, PyTree, State, Task
 
 
+def head_loss(model: Model, head: PyTree, h: Array, y: Array, mask: Array) -> Array:
+    """Returns the cross entropy [] of a head on features h [B, K]."""
+    return losses.cross_entropy(model.head(head, h), y, mask)
+
+
 class Draw(keys.Stream):
     """Streams below a client's key."""
 
     ORDER = 50, "the order of its mean features at the server"
 
 
-def train_head(
-    model: Model,
-    head: PyTree,
+def descend(
+    loss: Callable[[PyTree, Array, Array, Array], Array],
+    params: PyTree,
     proto: Array,
     has: Array,
     draw: Array,
@@ -35,9 +41,10 @@ def train_head(
     batch_size: int,
     lr: Numeric,
 ) -> PyTree:
-    """Trains a head by SGD on mean features.
+    """Returns the parameters after SGD on mean features, at the server.
 
     Args:
+      loss: (params, features [B, K], classes [B], mask [B]) -> loss [].
       proto: [S, K, C] mean features, used where `has` [S, C].
       draw: [S, C] random numbers, by which the mean features are ordered.
     """
@@ -48,20 +55,16 @@ def train_head(
     count = jnp.sum(has)
     steps = (count + batch_size - 1) // batch_size
 
-    def step(i, head):
+    def step(i, params):
         first = i % jnp.maximum(steps, 1) * batch_size
         rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
         mask = first + jnp.arange(batch_size) < count
-
-        def loss(head):
-            z = model.head(head, h[rows])
-            return losses.cross_entropy(z, y[rows] % classes, mask)
-
-        moved = jax.tree.map(lambda w, g: w - lr * g, head, jax.grad(loss)(head))
-        return optax.tree.cast_like(moved, head)
+        slope = jax.grad(loss)(params, h[rows], y[rows] % classes, mask)
+        moved = jax.tree.map(lambda w, g: w - lr * g, params, slope)
+        return optax.tree.cast_like(moved, params)
 
     with jax.named_scope(local_training.ON_SERVER):
-        return jax.lax.fori_loop(0, epochs * steps, step, head)
+        return jax.lax.fori_loop(0, epochs * steps, step, params)
 
 
 @register("fedgh", several_architectures=True)
@@ -99,13 +102,14 @@ def fedgh(
 
             proto = local_training.class_means(c.train, features, classes, batch_size)
             post = evaluation.post(cohort, c, predictor(c.model, w))
-            draw = jax.random.uniform(keys.fold(c.key, Draw.ORDER), (classes,), float)
+            order = keys.fold(c.key, Draw.ORDER)
+            draw = jax.random.uniform(order, (classes,), jnp.float32)
             own = split.send(w, c.architecture)[1]
-            return Own(own), proto, draw.astype(jnp.float32), value, post
+            return Own(own), proto, draw, value, post
 
         own, proto, draw, value, post = cohort.map(client, state.clients)
-        head = train_head(
-            task.models[0],
+        head = descend(
+            lambda head, *batch: head_loss(task.models[0], head, *batch),
             state.server["head"],
             proto,
             cohort.class_counts > 0,

@@ -44,7 +44,7 @@ def fedlc(task: Task, *, tau: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         def loss(w, batch, key):
             z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
             z = z - tau * margin(c.class_counts)[None]
-            return losses.cross_entropy(z, batch.y, batch.mask), stats
+            return losses.of(task)(z, batch.y, batch.mask), stats
 
         w, value = sgd(c, split.receive(server, own), loss=loss)
         upload, own = split.send(w)

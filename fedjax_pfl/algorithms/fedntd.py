@@ -56,7 +56,7 @@ def fedntd(
             p = jnp.exp(teacher) * (1 - jax.nn.one_hot(batch.y, z.shape[1]))
             gap = jnp.sum(p * (teacher - not_true(z, batch.y, tau)), axis=1)
             gap = tau**2 * losses.masked_mean(gap, batch.mask)
-            return losses.cross_entropy(z, batch.y, batch.mask) + beta * gap, stats
+            return losses.of(task)(z, batch.y, batch.mask) + beta * gap, stats
 
         w, value = sgd(c, received, loss=loss)
         upload, own = split.send(w)

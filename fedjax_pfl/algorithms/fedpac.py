@@ -139,7 +139,7 @@ def fedpac(
                 gap = jnp.mean((h - server["proto"].T[batch.y]) ** 2, axis=1)
                 gap = jnp.where(server["known"][batch.y], gap, 0)
                 z = c.model.head(w["head"], h)
-                value = losses.cross_entropy(z, batch.y, batch.mask)
+                value = losses.of(task)(z, batch.y, batch.mask)
                 return value + lam * losses.masked_mean(gap, batch.mask), stats
 
             w, value = sgd(c, w, loss=loss, train=("body",))

@@ -33,7 +33,7 @@ def transfer_loss(task: Task, teacher: PyTree, lam: Numeric) -> local_training.L
         taught, _ = model.features(teacher, batch.x, mask=batch.mask, train=False)
         z = model.head(w["head"], h)
         r = losses.mmd(h, taught, batch.mask)
-        return (1 - lam) * losses.cross_entropy(z, batch.y, batch.mask) + lam * r, stats
+        return (1 - lam) * losses.of(task)(z, batch.y, batch.mask) + lam * r, stats
 
     return loss
 

@@ -85,9 +85,7 @@ def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         def loss(w, batch, key):
             x, proto = batch.x, server["proto"].T[batch.y]
             h, stats = c.model.features(w, x, mask=batch.mask, train=True, key=key)
-            value = losses.cross_entropy(
-                c.model.head(w["head"], h), batch.y, batch.mask
-            )
+            value = losses.of(task)(c.model.head(w["head"], h), batch.y, batch.mask)
             gap = jnp.mean((h - proto) ** 2, axis=1)
             gap = jnp.where(server["known"][batch.y], gap, 0)
             return value + lam * losses.masked_mean(gap, batch.mask), stats

@@ -61,9 +61,7 @@ def moon(
             h, stats = c.model.features(
                 w, batch.x, mask=batch.mask, train=True, key=key
             )
-            value = losses.cross_entropy(
-                c.model.head(w["head"], h), batch.y, batch.mask
-            )
+            value = losses.of(task)(c.model.head(w["head"], h), batch.y, batch.mask)
             near = cosine(h, features(received, batch)) / tau
             away = cosine(h, features(row["previous"], batch)) / tau
             contrast = losses.masked_mean(jax.nn.softplus(away - near), batch.mask)

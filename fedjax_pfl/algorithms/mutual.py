@@ -89,7 +89,7 @@ def fml(
       starts with the same weights (the authors draw them independently): until the
       first mean of the small models the two have nothing to teach each other.
     """
-    small, objective = exchanged(task), fml_objective(alpha, beta)
+    small, objective = exchanged(task), fml_objective(alpha, beta, losses.of(task))
 
     def client(c, server, row):
         upload, row, value = learn(
@@ -106,12 +106,14 @@ def fml(
     )
 
 
-def fml_objective(alpha: Numeric, beta: Numeric) -> Objective:
+def fml_objective(
+    alpha: Numeric, beta: Numeric, of: losses.Loss = losses.cross_entropy
+) -> Objective:
     """Returns the sum of FML's two losses, and the own model's."""
 
     def objective(v, own, small, batch):
         def loss(weight, mine, other):
-            fit = losses.cross_entropy(mine, batch.y, batch.mask)
+            fit = of(mine, batch.y, batch.mask)
             taught = divergence(stop(other), mine, batch.mask)
             return weight * fit + (1 - weight) * taught
 
@@ -136,6 +138,8 @@ def fedkd(task: Task) -> Algorithm:
     """
     small = exchanged(task)
 
+    objective = functools.partial(fedkd_objective, of=losses.of(task))
+
     def init(key):
         state, fan_in = start(key, task, small), small.model.num_features
 
@@ -148,7 +152,7 @@ def fedkd(task: Task) -> Algorithm:
 
     def client(c, server, row):
         upload, row, value = learn(
-            c, c.train, row, server, small, fedkd_objective, task, also=("map",)
+            c, c.train, row, server, small, objective, task, also=("map",)
         )
         predict = predictor(c.model, row["w"])
         return Update(upload, marked(row, ("w", "map")), predict, value)
@@ -163,10 +167,14 @@ def fedkd(task: Task) -> Algorithm:
 
 
 def fedkd_objective(
-    v: PyTree, own: Outputs, small: Outputs, batch: Batch
+    v: PyTree,
+    own: Outputs,
+    small: Outputs,
+    batch: Batch,
+    of: losses.Loss = losses.cross_entropy,
 ) -> tuple[Array, Array]:
     """Returns the sum of FedKD's two losses, and the own model's."""
-    fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+    fit = lambda z: of(z, batch.y, batch.mask)
     teacher, student = fit(own.z), fit(small.z)
     weight = 1 / jnp.maximum(teacher + student, TINY)
     mapped = jnp.dot(small.h, v["map"].T)
@@ -186,12 +194,12 @@ def mixed(lam: Numeric, own: Array, small: Array) -> Array:
     return small + lam * (own - small)
 
 
-def fedapen_objective(lam: Array) -> Objective:
+def fedapen_objective(lam: Array, of: losses.Loss = losses.cross_entropy) -> Objective:
     """Returns the sum of FedAPEN's two losses, and the own model's: the labels, the
     other model's predictions, and the labels by the ensemble."""
 
     def objective(v, own, small, batch):
-        fit = functools.partial(losses.cross_entropy, y=batch.y, mask=batch.mask)
+        fit = lambda z: of(z, batch.y, batch.mask)
 
         def loss(mine, other):
             return fit(mine) + divergence(stop(other), mine, batch.mask)
@@ -262,7 +270,7 @@ def fedapen(
         # The two models are trained on the examples that are not held out.
         def client(c, row):
             data, _ = local_training.holdout(c.train, held_out)
-            objective = fedapen_objective(row["lam"])
+            objective = fedapen_objective(row["lam"], losses.of(task))
             upload, row, value = learn(
                 c, data, row, state.server, small, objective, task
             )
@@ -274,9 +282,7 @@ def fedapen(
 
             def step(key, lam, batch):
                 z = own(batch.x, batch.mask), shared(batch.x, batch.mask)
-                fit = lambda lam: losses.cross_entropy(
-                    mixed(lam, *z), batch.y, batch.mask
-                )
+                fit = lambda lam: losses.of(task)(mixed(lam, *z), batch.y, batch.mask)
                 return jnp.clip(lam - lam_lr * jax.grad(fit)(lam), 0, 1), ()
 
             _, data = local_training.holdout(c.train, held_out)

@@ -83,7 +83,7 @@ def per_fedavg(
     if short:
         text = "per_fedavg: the batches of a meta-step share examples at %d clients."
         logging.log_first_n(logging.WARNING, text, 1, short)
-    loss, split = losses.classification(task.model), averaging.split(task)
+    loss, split = losses.classification(task.model, task), averaging.split(task)
     inner_lr = task.lr if alpha is None else alpha
     optimizer = task.optimizer(task.lr if beta is None else beta)
     once = task._replace(

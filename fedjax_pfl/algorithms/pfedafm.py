@@ -97,9 +97,12 @@ def features(
 
 
 def objective(
-    model: Model, shared: Model, moving: tuple[str, ...]
+    model: Model,
+    shared: Model,
+    moving: tuple[str, ...],
+    of: losses.Loss = losses.cross_entropy,
 ) -> local_training.Loss:
-    """Returns the cross entropy of the head on mixed features, or on those of theta
+    """Returns the loss of the head on mixed features, or on those of theta
     alone where only that is `moving`."""
 
     def loss(v, batch, key):
@@ -112,7 +115,7 @@ def objective(
             g, stats["w"] = features(model, v, "w", batch.x, **given)
             r = mixture(v["alpha"], g, r)
         z = model.head(v["w"]["head"], r)
-        return losses.cross_entropy(z, batch.y, batch.mask), stats
+        return of(z, batch.y, batch.mask), stats
 
     return loss
 
@@ -192,14 +195,19 @@ def pfedafm(
         rows = architectures.stack(task, lambda model: start(model)[1])
         return State(start(task.models[0])[0], rows)
 
+    kind = losses.of(task)
+
     def client(c, server, own):
         # Model and mixing vector are trained on mixed features.
-        v, loss = split.receive(server, own), objective(c.model, shared, phases[0])
+        v, loss = (
+            split.receive(server, own),
+            objective(c.model, shared, phases[0], kind),
+        )
         v, value = sgd(c, v, loss=loss, train=phases[0])
         predict = predictor(c.model, shared, v)
         # The extractor is trained under the trained head.
         if iterative:
-            loss = objective(c.model, shared, phases[1])
+            loss = objective(c.model, shared, phases[1], kind)
             stream = keys.Client.EXTRACTOR
             v, _ = sgd(c, v, loss=loss, train=phases[1], stream=stream)
         upload, own = split.send(v)

@@ -46,7 +46,7 @@ def pfedme(
       model. `global_acc` scores w. The loss is theta's before the last inner step,
       without the proximal term.
     """
-    loss, optimizer = losses.classification(task.model), task.optimizer(inner_lr)
+    loss, optimizer = losses.classification(task.model, task), task.optimizer(inner_lr)
     split = averaging.split(task)
 
     def approach(key, w, start, batch):

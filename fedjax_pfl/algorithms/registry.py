@@ -13,6 +13,46 @@ ALGORITHMS: dict[str, Factory] = {}
 # names of the methods whose clients may have different architectures
 SEVERAL_ARCHITECTURES: list[str] = []
 
+_CLASSES = "it needs one class per example"
+_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")
+_ROWS = "its targets belong to single examples"
+_LABELS = "its loss reads the class of each example"
+_OWN = "its loss is part of the method"
+_RATE = "its equations have one learning rate"
+# option of a task -> methods whose derivation excludes it, and why
+EXCLUDES: dict[str, dict[str, str]] = {
+    "optimizer": dict.fromkeys(
+        ("scaffold", "fednova"),
+        "its equations hold for plain SGD, without momentum, clipping or schedule",
+    ),
+    "loss": dict.fromkeys(
+        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedpcl"), _OWN
+    ),
+    "mix": dict.fromkeys(
+        ("mocha", "pfedc", "privacy_pfedc", "fedproto", "fd", "fedem", "fedrod"),
+        _LABELS,
+    )
+    | dict.fromkeys(("fedntd", "fedpac", "feddva", "fedtgp", "fedpcl"), _LABELS)
+    | dict.fromkeys(("gpfl", "fedsr", "fedl2g"), _LABELS)
+    | dict.fromkeys(_PUBLIC, _ROWS),
+    "positions": dict.fromkeys(
+        ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS
+    ),
+    "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
+    "work": {"mocha": "its local work is `frac` of the examples"},
+}
+
+
+# methods that run without one class per example: regression, several labels
+ON_TARGETS = frozenset(
+    (
+        *("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "fednova", "feddyn"),
+        *("fedadmm", "fedma", "pfedma", "fedper", "fedrep", "lg_fedavg", "fedbabu"),
+        *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
+        *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
+    )
+)
+
 
 def register(
     name: str, *, several_architectures: bool = False
@@ -25,7 +65,12 @@ def register(
         def make(task: Task, **values: Any) -> Algorithm:
             hyperparameters.check(factory, values)
             made = factory(task, **values)
-            return made._replace(one_architecture=not several_architectures)
+            excludes = {x: why[name] for x, why in EXCLUDES.items() if name in why}
+            if name not in ON_TARGETS:
+                excludes["label"] = _CLASSES
+            return made._replace(
+                one_architecture=not several_architectures, excludes=excludes
+            )
 
         ALGORITHMS[name] = make
         if several_architectures:

@@ -50,9 +50,10 @@ def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorit
         y, value = sgd(c, x, extra=lambda _: correction)
         # c_i+ = c_i - c + (x - y) / (K lr).
         count = local_training.count(c.train, task)
+        rate = local_training.rate(c.train, task)
         drift = jax.tree.map(jnp.subtract, params(x), params(y))
         new = jax.tree.map(
-            lambda d, g: d / (jnp.maximum(count, 1) * task.lr) - g, drift, correction
+            lambda d, g: d / (jnp.maximum(count, 1) * rate) - g, drift, correction
         )
         new = trees.choose(count > 0, optax.tree.cast_like(new, row["c"]), row["c"])
         change = jax.tree.map(jnp.subtract, new, row["c"])
@@ -83,5 +84,4 @@ def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorit
         default=default,
         server_update=server_update,
         averages=("w",),
-        plain_sgd="its control variate is the path divided by the steps and the rate",
     )

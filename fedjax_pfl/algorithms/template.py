@@ -22,7 +22,7 @@ def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
     Args:
       mu: weight of the penalty in [0, inf).
     """
-    plain = losses.classification(task.model)
+    plain = losses.classification(task.model, task)
 
     def loss(w, batch, key):
         value, stats = plain(w, batch, key)

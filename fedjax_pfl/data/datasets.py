@@ -581,10 +581,11 @@ def checked(dataset: Dataset) -> Dataset:
 def describe(dataset: Dataset) -> str:
     """Returns a line about a data set: type, shape, range, classes and examples."""
     x, n = dataset.x, dataset.num_train
+    kinds = {"f": "targets", "b": "labels"}
     return (
         f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{x.min():g}, {x.max():g}], "
-        f"{dataset.num_classes:,} classes, {n:,} training and {len(dataset.y) - n:,} "
-        "test examples"
+        f"{dataset.num_classes:,} {kinds.get(dataset.y.dtype.kind, 'classes')}, {n:,} "
+        f"training and {len(dataset.y) - n:,} test examples"
     )
 
 
@@ -597,7 +598,10 @@ def unusual(dataset: Dataset, as_numbers: bool) -> list[str]:
     x, shape = dataset.x, dataset.x.shape[1:]
     low, high = float(x.min()), float(x.max())
     known, floats = dataset.x.dtype == np.uint8, dataset.x.dtype.kind == "f"
-    empty = int((np.bincount(dataset.y, minlength=dataset.num_classes) == 0).sum())
+    classes = dataset.y.dtype.kind in "iu"
+    counted = dataset.y[dataset.y >= 0] if classes else np.zeros(0, int)
+    empty = np.bincount(counted, minlength=dataset.num_classes) == 0
+    missing = int(empty.sum()) if classes and dataset.words is None else 0
     channels = (1, 3, 4)
     found = {
         "integers are taken as plain numbers, neither scaled nor embedded: give images "
@@ -612,7 +616,7 @@ def unusual(dataset: Dataset, as_numbers: bool) -> list[str]:
         "channels come first: images are [height, width, channels]": len(shape) == 3
         and shape[0] in channels
         and shape[2] not in channels,
-        f"{empty} classes have no example": empty > 0,
-        "there is a single class": dataset.num_classes == 1,
+        f"{missing} classes have no example": missing > 0,
+        "there is a single class": classes and dataset.num_classes == 1,
     }
     return [f"{dataset.name}: {text}." for text, holds in found.items() if holds]

@@ -126,6 +126,9 @@ def domains(
     if len(sources) < 2:
         raise InputError(f"{name} must name two data sets or more.")
     parts = [load(source) for source in sources]
+    names = [Path(source.partition(":")[2] or source).stem for source in sources]
+    if len(set(names)) < len(names):
+        raise InputError(f"{name}: its data sets must have other names: {names}.")
     for part in parts:
         if part.x.ndim != 4:
             raise InputError(f"{name} needs images, {part.name} has other inputs.")
@@ -139,10 +142,10 @@ def domains(
     images = [_shaped(_bytes(part), side, colour) for part in parts]
     pieces: list[tuple[np.ndarray, ...]] = []
     for test in (False, True):
-        for source, part, x in zip(sources, parts, images, strict=True):
+        for source, part, x in zip(names, parts, images, strict=True):
             rows = slice(part.num_train, None) if test else slice(part.num_train)
             y = part.y[rows]
-            pieces.append((x[rows], y, np.full(len(y), source.partition(":")[0])))
+            pieces.append((x[rows], y, np.full(len(y), source)))
     x, y, domain = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return parts[0]._replace(
         name=name,

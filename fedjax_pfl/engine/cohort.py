@@ -35,8 +35,8 @@ from fedjax_pfl.types import (
     Task,
 )
 
-# (key, upload, default) -> upload, such as clipping or noise
-Transform = Callable[[Array, PyTree, PyTree], PyTree]
+# (key, upload, default, client) -> upload, such as clipping or noise
+Transform = Callable[[Array, PyTree, PyTree, Client], PyTree]
 # (uploads [S, ...], shares as of `aggregate.shares`, default) -> their mean
 Combine = Callable[[PyTree, PyTree, PyTree], PyTree]
 # (client, *rows) -> (summed over the clients, not summed)
@@ -77,6 +77,7 @@ class Cohort:
         replicated = sharded((ids, active, sizes, counts, total), mesh, P())
         self.ids, self.active, self.sizes, self.class_counts, self.total = replicated
         self.round, self.evaluated = round, evaluated
+        self.metrics = task.metrics
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
         self.uploads: list[list[PyTree]] = []
@@ -252,7 +253,7 @@ class Cohort:
             if self._transform is not None:
                 stream = keys.fold(self._key, keys.Cohort.UPLOAD, call)
                 key = jax.random.fold_in(stream, c.id)
-                made = self._transform(key, upload, like)
+                made = self._transform(key, upload, like, c)
                 made = optax.tree.cast_like(made, upload)
                 contract.check_like("`transform` must keep the upload", upload, made)
                 upload = made
@@ -275,7 +276,10 @@ class Cohort:
         key = None
         if phase is not None:
             key = jax.random.fold_in(jax.random.fold_in(self._key, phase), id)
-        splits = (data(f.train), data(f.val), data(f.test))
+        train = data(f.train)
+        if self._task.work is not None:
+            train = train._replace(work=self._task.work(id, self.round))
+        splits = (train, data(f.val), data(f.test))
         public = _public(f, self._task, active)
         counts = jnp.where(active, f.class_counts[row], 0)
         model = self._task.models[group]

@@ -15,7 +15,7 @@ from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.cohort import Transform
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
-from fedjax_pfl.types import Algorithm, Array, Cohort, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Array, Client, Cohort, PyTree, State, Task
 
 
 class Exposed(NamedTuple):
@@ -31,7 +31,7 @@ class Exposed(NamedTuple):
     encrypted: bool  # the round counts ciphertexts, too
 
 
-def held(key: Array, upload: PyTree, default: PyTree) -> PyTree:
+def held(key: Array, upload: PyTree, default: PyTree, client: Client) -> PyTree:
     """Returns `default` in place of an upload."""
     return default
 

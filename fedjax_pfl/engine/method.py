@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import hyperparameters, optimizers
+from fedjax_pfl import evaluation, hyperparameters, optimizers
 from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import contract
@@ -15,6 +15,31 @@ from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, PyTree, Task
 
 Traced = dict[str, Array]  # the traced hyperparameters by name
+
+
+def _sets_rate(task: Task) -> bool:
+    if task.work is None:
+        return False
+    return jax.eval_shape(task.work, jnp.int32(0), jnp.int32(0)).lr is not None
+
+
+# options that a method may exclude -> does the task have them?
+EXCLUDED: dict[str, Callable[[Task], bool]] = {
+    "optimizer": lambda task: not optimizers.plain_sgd(task.optimizer, _examples(task)),
+    "loss": lambda task: task.loss is not None,
+    "label": lambda task: np.dtype(task.label.dtype).kind != "i",
+    "positions": lambda task: task.label.shape != (),
+    "mix": lambda task: task.mix is not None,
+    "lr": _sets_rate,
+    "work": lambda task: task.work is not None,
+}
+
+
+def headline(task: Task, made: Algorithm) -> tuple[str, str]:
+    """Returns the primary score of a method on a task: its own where labels are
+    classes."""
+    kind = np.dtype(task.label.dtype).kind
+    return evaluation.HEADLINES.get(kind, made.headline)
 
 
 def bound(
@@ -50,8 +75,11 @@ def bound(
         }
         lr, decay = free.pop("lr"), free.pop("lr_decay")
         lr = lr * decay ** jnp.asarray(t, jnp.float32)
+        if task.schedule is not None:
+            lr = lr * task.schedule(jnp.asarray(t))
         with contract.named(factory):
-            return factory(task._replace(lr=lr), **static, **free)
+            made = factory(task._replace(lr=lr), **static, **free)
+        return made._replace(headline=headline(task, made))
 
     return algorithm, values
 
@@ -70,11 +98,12 @@ def _check(
                 )
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
-        if made.plain_sgd and not optimizers.plain_sgd(task.optimizer, _examples(task)):
-            raise InputError(
-                f"{hyperparameters.method_name(factory)} needs plain SGD, without "
-                f"momentum, clipping or schedule: {made.plain_sgd}."
-            )
+        for option, why in made.excludes.items():
+            if EXCLUDED[option](task):
+                raise InputError(
+                    f"{hyperparameters.method_name(factory)} takes no `{option}` of "
+                    f"this kind: {why}."
+                )
     except ArchitectureError:
         name = hyperparameters.method_name(factory)
         raise InputError(

@@ -126,8 +126,9 @@ def program(
       width: clients per vmapped batch on each device.
       devices: devices that share the clients of a round (`xla.split_cpu` makes several
         of a CPU).
-      transform: (key, upload, default) -> upload, applied to each client's upload
-        before the server averages it (`types.Cohort.mean`), such as clipping or noise.
+      transform: (key, upload, default, client) -> upload, applied to each client's
+        upload before the server averages it (`types.Cohort.mean`), such as clipping
+        or noise.
       checked: traces one round on shapes alone, to find a method's mistakes early.
 
     Raises:
@@ -319,7 +320,7 @@ def parts(
 
     def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
-        ids, active = sample(stream, task)
+        ids, active = sample(stream, task, t)
         return arrange(task, where, ids, active, devices)
 
     def train(
@@ -359,7 +360,9 @@ def parts(
         method = algorithm(traced, t)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
-            return evaluation.client(c, method.predict(here.server, row, c), checked)
+            return evaluation.client(
+                c, method.predict(here.server, row, c), checked, task.metrics
+            )
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             found = method.score(outputs, y, mask, c)

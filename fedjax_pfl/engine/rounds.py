@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from fedjax_pfl.engine import distributed, memory, validate
 from fedjax_pfl.engine.memory import Memory
@@ -15,7 +16,8 @@ from fedjax_pfl.engine.program import Program, Round
 from fedjax_pfl.engine.results import Result, result
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
-from fedjax_pfl.types import Array, Federation, State
+from fedjax_pfl.kernels.platform import platform
+from fedjax_pfl.types import Array, Examples, Federation, State
 
 TOGETHER = 16  # most rounds that one call runs
 SECONDS = 0.1  # and about how long they take, since no result arrives meanwhile
@@ -30,6 +32,8 @@ class Compiled(NamedTuple):
     step: Callable[..., tuple[State, Round]]
     memory: Memory  # of the larger of evaluation and step
     together: bool = False  # True if a step may be several rounds
+    # layouts of the examples that the functions read without a copy; None: the default
+    formats: Examples | None = None
 
 
 def compiled(
@@ -60,12 +64,28 @@ def compiled(
     run = _several(program) if together else _single(program.round)
     given = (key, traced, federation, state, np.int32(0))
     options: dict[str, Any] = {"compiler_options": compiler_options()}
-    train = jax.jit(run, donate_argnums=3, **options)
+    chosen, formats = free_layouts(program, federation), None
+    train = jax.jit(run, donate_argnums=3, in_shardings=chosen, **options)
     step = train.lower(*given, np.bool_(True), np.int32(1)).compile()
-    evaluate = jax.jit(program.evaluate, **options).lower(*given).compile()
+    if chosen is not None:
+        formats = step.input_formats[0][2].examples
+        chosen = (None, None, chosen[2]._replace(examples=formats), None, None)
+    score = jax.jit(program.evaluate, in_shardings=chosen, **options)
+    evaluate = score.lower(*given).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     needed = memory.of([evaluate, step], devices=devices)
-    return Compiled(init, evaluate, step, needed, together)
+    return Compiled(init, evaluate, step, needed, together, formats)
+
+
+def free_layouts(program: Program, federation: Federation) -> Any:
+    """Returns the `in_shardings` of a step that let the compiler choose the layout of
+    the examples, which a TPU would otherwise copy in every round; None on a CPU and
+    over several devices."""
+    if platform() == "cpu" or program.mesh is not None:
+        return None
+    auto = jax.tree.map(lambda _: Format(Layout.AUTO), federation.examples)
+    rest: list[Any] = [None] * len(Federation._fields)
+    return None, None, Federation(*rest)._replace(examples=auto), *[None] * 4
 
 
 def _arguments(
@@ -214,6 +234,9 @@ def _steps(
     finite."""
     validate.rounds(rounds, eval_every, start, state, state_every)
     key, traced, federation = _arguments(program, key, federation)
+    if run.formats is not None:
+        examples = jax.device_put(federation.examples, run.formats)
+        federation = federation._replace(examples=examples)
     if state is None:
         state = run.init(key, traced, federation.placement)
     together = run.together and 1 not in (eval_every, state_every)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Task
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
@@ -15,15 +16,30 @@ def shares(task: Task) -> tuple[float, float]:
     return low, high
 
 
-def sample(key: Array, task: Task) -> tuple[Array, Array]:
+def sample(key: Array, task: Task, round: Array | int = 0) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
     With participation (low, high) their number is uniform on {max(1, floor(low N)),
-    ..., floor(high N)}.
+    ..., floor(high N)}. With `Task.sampling` they are drawn one after another by its
+    weights, without replacement, and none of weight 0.
     """
     n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
+    if task.sampling is not None:
+        stream = jax.random.fold_in(key_ids, 1)
+        weights = jnp.asarray(task.sampling(stream, jnp.asarray(round)))
+        if weights.shape != (n,):
+            raise InputError(
+                f"`sampling` must return weights [{n}], got {list(weights.shape)}."
+            )
+        score = jnp.log(weights) + jax.random.gumbel(key_ids, (n,))
+        order = jnp.argsort(-score).astype(jnp.int32)
+        if most == n:
+            taken = jnp.argsort(order) < number
+            return jnp.arange(n, dtype=jnp.int32), taken & (weights > 0)
+        ids = order[:most]
+        return ids, (jnp.arange(most) < number) & (weights[ids] > 0)
     # sorting all of many clients would take longer than a small cohort's training
     if FEW * most <= n:
         return _distinct(key_ids, n, most), jnp.arange(most) < number

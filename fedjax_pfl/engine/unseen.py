@@ -63,7 +63,7 @@ def scorer(
         hparams,
         lr_decay=lr_decay,
         width=width,
-        transform=lambda key, upload, default: default,
+        transform=lambda key, upload, default, client: default,
         checked=False,
     )
 

@@ -12,6 +12,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
+from fedjax_pfl.evaluation import METRICS
 from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Task
 
@@ -56,6 +57,8 @@ def task(given: Task) -> Task:
             f"`sizes` must equal `class_counts.sum(axis=1)`: {_ONE_SOURCE}."
         )
     optimizer(given.optimizer)
+    for name in given.metrics:
+        choose("metric", name, METRICS)
     return given
 
 

@@ -34,7 +34,7 @@ from fedjax_pfl.data import (
     text as tokens,
     tfds,
 )
-from fedjax_pfl.data.partition import Partition, digest, flat, select
+from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
 from fedjax_pfl.engine import (
     batch,
     distributed,
@@ -43,12 +43,14 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
+from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config as settings, text
+from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.models.registry import TEXT
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -157,7 +159,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     """
     config = settings.complete(config)
     whole = load_data(config)
-    dataset = unmarked = datasets.subset(whole, config.data_fraction, config.seed)
+    dataset, public = divided(config, whole)
+    unmarked = dataset
     everybody = assign(config, dataset)
     kinds: tuple[str, ...] = ()
     if config.marks:
@@ -174,11 +177,11 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         own = select(everybody, trained)
         dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
     task = make_task(config, dataset, everybody)
-    public = load_public(config)
     if public is not None:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
+    task = task._replace(sampling=task_options.sampling(config, task.sizes))
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
@@ -203,7 +206,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=factory(task, **hparams).headline,
+        headline=headline(task, factory(task, **hparams)),
         networks=network_names(config, len(everybody.train))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
@@ -240,7 +243,8 @@ def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
     """Logs a warning for each unusual property of the user's own data."""
     own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
     names, _ = architectures(config.model, config.clients or 1)
-    as_numbers = not all(map(user_code.named, names))
+    embedding = {factory.__name__ for factory in TEXT}
+    as_numbers = not all(user_code.named(x) or x in embedding for x in names)
     for sentence in datasets.unusual(dataset, as_numbers) if own else ():
         logging.warning("%s", sentence)
 
@@ -249,8 +253,7 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        part = datasets.subset(load_data(config), config.data_fraction, config.seed)
-        rows = assign(config, part)
+        rows = assign(config, divided(config, load_data(config))[0])
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
@@ -272,9 +275,13 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
         shared = network(config, dataset, config.shared_model)
-    rule = optimizer(
-        config.optimizer, config.momentum, config.weight_decay, config.clip
-    )
+    rule: Any
+    if user_code.named(config.optimizer):
+        rule = user_code.load("optimizer", config.optimizer)
+    else:
+        rule = optimizer(
+            config.optimizer, config.momentum, config.weight_decay, config.clip
+        )
     per_example = None
     if config.dp == "example":
         noise = config.dp_noise or 0.0
@@ -296,6 +303,7 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
         per_example=per_example,
+        **task_options.chosen(config, class_counts(partition, dataset)),
     )
 
 
@@ -405,20 +413,33 @@ def lay_out(config: Config, task: Task) -> Config:
     return config.replace(devices=str(devices), width=str(width))
 
 
-def load_public(config: Config) -> datasets.Dataset | None:
-    """Returns the public examples: a data set, or a number of them as NAME:COUNT."""
+def divided(
+    config: Config, whole: datasets.Dataset
+) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Returns the clients' data set and the public examples: those of another data set,
+    or training examples of the clients' own that no client gets."""
+    dataset = datasets.subset(whole, config.data_fraction, config.seed)
     if config.public is None:
-        return None
+        return dataset, None
     head, _, count = config.public.rpartition(":")
     name = head if count.isdecimal() else config.public
-    if name == config.dataset:
-        raise InputError(f"--public={config.public} is the data set of the clients.")
-    dataset = datasets.load(name, config.data_dir, config.seed)
-    if name == config.public:
-        return dataset
-    order = np.random.default_rng(config.seed).permutation(len(dataset.y))
-    rows = np.sort(order[: int(count)])
-    return dataset.take(rows, len(rows))
+    rng = np.random.default_rng(config.seed)
+    if name != config.dataset:
+        pool = datasets.load(name, config.data_dir, config.seed)
+        if name == config.public:
+            return dataset, pool
+        rows = np.sort(rng.permutation(len(pool.y))[: int(count)])
+        return dataset, pool.take(rows, len(rows))
+    n = dataset.num_train
+    if name == config.public or not 1 <= int(count) < n:
+        raise InputError(
+            f"--public={config.public} is the data set of the clients: give a number "
+            f"of its {n} training examples, as {name}:1000."
+        )
+    order = rng.permutation(n)
+    rows, rest = np.sort(order[: int(count)]), np.sort(order[int(count) :])
+    kept = np.append(rest, np.arange(n, len(dataset.y)))
+    return dataset.take(kept, len(rest)), dataset.take(rows, len(rows))
 
 
 def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
@@ -510,7 +531,7 @@ def check_growth(e: Experiment, before: int) -> None:
         program = dataclasses.replace(e, task=task).on_one_device()
         federation = e.federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
-    if len(texts) > 1:
+    if len(texts) > 1 or e.config.schedule != "constant":
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
 
 
@@ -519,6 +540,7 @@ def digests(e: Experiment) -> dict[str, str]:
     c, public = e.config, (e.public.x, e.public.y) if e.public else ()
     names, _ = architectures(c.model, len(e.everybody.train))
     code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
     return {
         "data": _digest(e.dataset.x, e.dataset.y),
         "public": _digest(*public),

@@ -117,7 +117,30 @@ class Config:
     batch_size: int = _field(10, "examples per step")
     lr: float = _field(0.005, "learning rate of the clients")
     lr_decay: Annotated[float, Gt(0)] = _field(1.0, "factor on lr after each round")
-    optimizer: str = _field("sgd", "optimizer of the clients, by its name in optax")
+    optimizer: str = _field(
+        "sgd", "optimizer of the clients, by its name in optax, or FILE.py:FUNCTION"
+    )
+    schedule: str = _field(
+        "constant",
+        "factor on lr over the rounds: constant, cosine, warmup_cosine, step, or "
+        "FILE.py:FUNCTION of the round",
+    )
+    loss: str = _field(
+        "cross_entropy",
+        "loss: cross_entropy, label_smoothing:0.1, focal:2, class_balanced:0.999, or "
+        "FILE.py:FUNCTION of (logits, y, mask)",
+    )
+    mix: str = _field(
+        "none", "mixed examples and labels: none, mixup:0.2, cutmix:1, FILE.py:FUNCTION"
+    )
+    sampling: str = _field(
+        "uniform",
+        "draw of a round's clients: uniform, size, or FILE.py:FUNCTION of (key, round) "
+        "that returns weights",
+    )
+    metrics: str = _field(
+        "acc", "scores: acc, and further ones of auc, ap, ece, f1, as acc,auc"
+    )
     momentum: Annotated[float, Interval(ge=0, lt=1)] = _field(0.0, "momentum of sgd")
     weight_decay: Annotated[float, Ge(0)] = _field(
         0.0, "weight decay, added to the gradient after clipping"
@@ -169,7 +192,9 @@ class Config:
         None, "small network that all clients exchange (default: the smallest)"
     )
     public: str | None = _field(
-        None, "public examples: a data set, or a number of them, as cifar100:10000"
+        None,
+        "public examples: a data set, or a number of them, as cifar100:10000 (of the "
+        "clients' own data set examples that no client gets)",
     )
     bn_stats: str = _field("aggregate", "running statistics: aggregate, local or batch")
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
@@ -280,8 +305,13 @@ def complete(config: Config) -> Config:
     if not config.dataset.startswith(PREFIXES):
         text.choose("dataset", config.dataset, DATASETS)
     text.choose("conv", config.conv, CONVOLUTIONS)
-    for name in ("optimizer", "server_optimizer"):
-        text.choose(name, getattr(config, name) or "sgd", OPTIMIZERS)
+    if not user_code.named(config.optimizer):
+        text.choose("optimizer", config.optimizer, OPTIMIZERS)
+    elif config.weight_decay or config.clip is not None:
+        raise InputError(
+            "--weight_decay and --clip belong in an optimizer of your own."
+        )
+    text.choose("server_optimizer", config.server_optimizer or "sgd", OPTIMIZERS)
     if config.momentum and config.optimizer != "sgd":
         raise InputError("--momentum needs --optimizer=sgd.")
     if (config.server_optimizer is None) != (config.server_lr is None):

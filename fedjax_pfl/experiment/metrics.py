@@ -55,7 +55,7 @@ TITLES = {
 }
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 OF = "@"  # in a score of one architecture's clients: acc@lenet
-_SHARES = {"acc", "accuracy", "recall", "bal"}
+_SHARES = {"acc", "accuracy", "recall", "bal", "auc", "ap", "f1", "ece"}
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
 _BASELINES = {
     "acc_present": "acc_majority",
@@ -93,6 +93,7 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
     if name == headline[0]:
         return headline[1]
     lower = any(word in name for word in _LOWER) and not is_share(name)
+    lower = lower or name == "ece"
     return "min" if lower else "max"
 
 

@@ -25,10 +25,11 @@ from fedjax_pfl.types import Array
 
 FORMS = {
     "cpu": "winograd",
-    "gpu": "winograd",
+    "gpu": "pooled",
     "tpu": "packed",
 }  # the meaning of "auto"
-CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "packed", "xla")
+CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "packed", "pooled", "xla")
+WINOGRAD = ("pooled", "winograd")  # forms that use it where it is faster
 # channels out up to which the order of the kernel gradient's product matters
 XLA = ("packed", "xla")  # forms whose single convolutions are XLA's own
 NARROW = 128
@@ -54,8 +55,9 @@ def convolution(form: str) -> Iterator[None]:
       form: one of matmul: patches and one matrix product; fused: the same, and pooled
         in the product where channels are few, see `layers.conv_pool`; winograd: the
         same, with Winograd's products for the shapes where they are faster, see
-        `winograd_conv`; packed: XLA's own convolution, blocks with pooling in the lanes
-        of a TPU, see `packed`; xla: XLA's own convolution and pooling by slices; auto:
+        `winograd_conv`; pooled: the same, blocks with pooling in fewer passes, see
+        `pooled`; packed: XLA's own convolution, blocks with pooling in the lanes of a
+        TPU, see `packed`; xla: XLA's own convolution and pooling by slices; auto:
         that of the platform in `FORMS`. Dense layers are XLA's with matmul, packed and
         xla, see `dense.dot_general`.
 
@@ -122,7 +124,7 @@ def conv_general_dilated(
     pads = _explicit(padding, lhs, rhs, window_strides)
     if depthwise:
         return depthwise_conv(lhs, rhs, window_strides, pads)
-    if chosen == "winograd" and winograd_is_faster(lhs, rhs, window_strides, pads):
+    if chosen in WINOGRAD and winograd_is_faster(lhs, rhs, window_strides, pads):
         return winograd_conv(lhs, rhs, pads, kwargs.get("precision"))
     return matmul_conv(lhs, rhs, window_strides, pads, kwargs.get("precision"))
 

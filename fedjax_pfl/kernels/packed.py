@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_pfl.kernels.pooling import relu_of_largest
 from fedjax_pfl.kernels.vmapped import vmapped
 from fedjax_pfl.types import Array
 
@@ -56,11 +57,13 @@ def _one(x: Array, kernel: Array, bias: Array, *, padding: int) -> tuple[Array]:
 
 def _many(x: Array, kernel: Array, bias: Array, *, padding: int) -> tuple[Array]:
     count = side_by_side(*x.shape[:1], *kernel.shape[-2:])
+    is_image = kernel.shape[-2] <= IMAGE
 
     def pack(x: Array, kernel: Array, bias: Array) -> Array:
+        pooled = _pooled_in_blocks if is_image else _pooled
         x = x.transpose(2, 3, 1, 0, 4)
         x = x.reshape(*x.shape[:3], -1)
-        y = _pooled(x, block_diagonal(kernel), bias.reshape(-1), padding)
+        y = pooled(x, block_diagonal(kernel), bias.reshape(-1), padding)
         return y.reshape(*y.shape[:3], count, -1).transpose(3, 2, 0, 1, 4)
 
     if count == len(x):
@@ -77,6 +80,42 @@ def _pooled(x: Array, kernel: Array, bias: Array, padding: int) -> Array:
     window = (2, 2, 1, 1)
     y = lax.reduce_window(y, -jnp.inf, lax.max, window, window, "VALID")
     return jax.nn.relu(y + bias[None, None, None])
+
+
+def _pooled_in_blocks(x: Array, kernel: Array, bias: Array, padding: int) -> Array:
+    """The same for an image of few channels, as a convolution of its 2x2 blocks.
+
+    The kernel is repeated at four offsets in a window that is larger by one or two:
+    channels in fill four times as many lanes, and the values of a pooling window are
+    four parts of the lanes.
+    """
+    out, pads, parts = kernel.shape[-1], [], []
+    sides = [side // 2 * 2 + 2 for side in kernel.shape[:2]]
+    for size, side, large in zip(x.shape, kernel.shape[:2], sides, strict=False):
+        windows = (size + 2 * padding - side + 1) // 2
+        pads.append((padding, 2 * (windows - 1) + large - size - padding, 0))
+    x = lax.pad(x, jnp.zeros((), x.dtype), [*pads, (0, 0, 0), (0, 0, 0)])
+    rest = sides[0] - kernel.shape[0], sides[1] - kernel.shape[1]
+    lanes = (0, -out % LANES)
+    for i in (0, 1):
+        for j in (0, 1):
+            offset = [(i, rest[0] - i), (j, rest[1] - j), (0, 0), lanes]
+            parts.append(jnp.pad(kernel, offset))
+    kernel, numbers = jnp.concatenate(parts, axis=3), ("HWNC", "HWIO", "HWNC")
+    y = lax.conv_general_dilated(
+        _blocks(x, 3), _blocks(kernel, 2), (1, 1), "VALID", dimension_numbers=numbers
+    )
+    return relu_of_largest([part[..., :out] for part in jnp.split(y, 4, axis=3)], bias)
+
+
+def _blocks(x: Array, axis: int) -> Array:
+    """Joins 2x2 pixels with the channels: [H, W, ...] -> [H / 2, W / 2, ...], the given
+    axis 4 times as long."""
+    high, wide, *rest = x.shape
+    x = x.reshape(high // 2, 2, wide // 2, 2, *rest)
+    order = [0, 2, 1, 3, 4, 5] if axis == 2 else [0, 2, 4, 1, 3, 5]
+    rest[axis - 2] *= 4
+    return x.transpose(order).reshape(high // 2, wide // 2, *rest)
 
 
 def side_by_side(clients: int, channels: int, out: int) -> int:

@@ -4,6 +4,8 @@ Axes: B batch, H and W pixels, C channels. Images are NHWC.
 """
 
 import functools
+import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from jax import lax
 
 from fedjax_pfl.kernels.convolution import current_form, shifts
 from fedjax_pfl.types import Array
+
+NONE = 4  # in place of the number of a window's value: none is positive
 
 
 def max_pool(x: Array) -> Array:
@@ -64,3 +68,52 @@ def larger_jvp(
 ) -> tuple[Array, Array]:
     (a, b), (da, db) = primals, tangents
     return jnp.maximum(a, b), jnp.where(b > a, db, da)
+
+
+def relu_of_largest(parts: Sequence[Array], bias: Array) -> Array:
+    """Computes relu(max(a, b, c, d) + bias) for the four values of pooling windows, in
+    one pass, and so its gradient.
+
+    Where values tie, one of them gets the gradient.
+
+    Args:
+      parts: 4 arrays [..., O].
+      bias: [O].
+    """
+    shift = jnp.broadcast_to(
+        bias.reshape(*[1] * (parts[0].ndim - 1), -1), parts[0].shape
+    )
+    return _relu_of_largest(*parts, shift)
+
+
+@jax.custom_jvp
+def _relu_of_largest(*args: Array) -> Array:
+    *parts, shift = args
+    return jax.nn.relu(functools.reduce(jnp.maximum, parts) + shift)
+
+
+@_relu_of_largest.defjvp
+def _relu_of_largest_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    *parts, shift = primals
+    value, which = largest(parts, shift)
+    # only `which`, a byte per window, is kept for the gradient
+    return value, jax.checkpoint(_route, prevent_cse=False)(which, *tangents)
+
+
+def largest(parts: Sequence[Array], shift: Array) -> tuple[Array, Array]:
+    """Returns relu(max(a, b, c, d) + shift), and the number of the largest part; NONE
+    where the result is not positive."""
+    top = functools.reduce(jnp.maximum, parts)
+    value = jax.nn.relu(top + shift)
+    which = jnp.full(top.shape, 3, jnp.uint8)
+    for i in (2, 1, 0):
+        which = jnp.where(parts[i] == top, jnp.uint8(i), which)
+    return value, jnp.where(value > 0, which, jnp.uint8(NONE))
+
+
+def _route(which: Array, *args: Array) -> Array:
+    *parts, shift = args
+    chosen = [jnp.where(which == i, x, 0) for i, x in enumerate(parts)]
+    return functools.reduce(operator.add, chosen) + jnp.where(which < NONE, shift, 0)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.kernels import dense, packed
+from fedjax_pfl.kernels import dense, packed, pooled
 from fedjax_pfl.kernels.convolution import (
     CONVOLUTIONS,
     XLA,
@@ -49,6 +49,7 @@ __all__ = [
     "max_pool_3",
 ]
 
+BLOCKS = {"packed": packed.conv_relu_pool, "pooled": pooled.conv_relu_pool}
 # channels up to which pooling is fused: measured on the first layers of LeNet and of
 # the CNN
 FEW_IN, FEW_OUT = 3, 32
@@ -60,11 +61,12 @@ LEAST_LAST = 16
 def conv_relu_pool(conv: nnx.Conv, x: Array) -> Array:
     """Computes relu(max_pool(conv(x))) for a convolution of stride 1 with a bias: [B,
     H, W, C] -> [B, H' // 2, W' // 2, O]."""
-    if current_form() != "packed" or not isinstance(conv.padding, int):
+    block = BLOCKS.get(current_form())
+    if block is None or not isinstance(conv.padding, int):
         return jax.nn.relu(conv_pool(conv, x))
     kernel, bias = conv.kernel[...], conv.bias
     shift = jnp.zeros(kernel.shape[-1], x.dtype) if bias is None else bias[...]
-    return packed.conv_relu_pool(x, kernel, shift, conv.padding)
+    return block(x, kernel, shift, conv.padding)
 
 
 def conv_pool(conv: nnx.Conv, x: Array) -> Array:

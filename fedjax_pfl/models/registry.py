@@ -4,7 +4,16 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from fedjax_pfl.models import alexnet, cnn_dva, nets, resnet, shufflenet, text
+from fedjax_pfl.models import (
+    alexnet,
+    cnn_dva,
+    mobilenet,
+    nets,
+    resnet,
+    shufflenet,
+    text,
+    vit,
+)
 
 NETS = (
     nets.linear,
@@ -24,6 +33,8 @@ LARGE = (
     resnet.resnet18_imagenet,
     alexnet.alexnet,
     shufflenet.shufflenet,
+    mobilenet.mobilenet_v2,
+    vit.vit_small,
     cnn_dva.cnn_dva,
     cnn_dva.cnn_dva_small,
 )

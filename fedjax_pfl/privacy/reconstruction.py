@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import architectures, keys, trees
+from fedjax_pfl import architectures, keys, local_training, trees
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.errors import InputError, choose
@@ -65,7 +65,7 @@ class _Alone:
         self.sizes = jnp.full(1, c.train.size, jnp.int32)
         self.trained, self.total = self.sizes > 0, self.sizes[0]
         self.class_counts = c.class_counts[None]
-        self.evaluated, self.public = jnp.bool(False), None
+        self.evaluated, self.public, self.metrics = jnp.bool(False), None, ()
         self.uploads: list[Any] = []
         self.lengths = (1,)
 
@@ -123,8 +123,10 @@ def sender(
         method = algorithm(traced, t)
         c = _client(task, key, x, y)
         server_key = keys.fold(key, keys.Round.SERVER)
+        alone: Any = _Alone(c, state.clients, t)
         try:
-            method.round(server_key, state, _Alone(c, state.clients, t))  # type: ignore[arg-type]
+            with local_training.bounded():
+                method.round(server_key, state, alone)
         except _Sent as sent:
             return sent.update
         raise InputError(f"{name}: clients send nothing through cohort.mean.")
@@ -138,8 +140,8 @@ def _client(task: Task, key: Array, x: Array, y: Array) -> Client:
     count = x.shape[0]
     rows = jnp.arange(count, dtype=jnp.int32)
     prepare = lambda i: x[i]
-    train = Data(Examples(rows, y), rows, count, prepare)  # type: ignore[arg-type]  # a size known in Python
-    none = train._replace(size=0)  # type: ignore[arg-type]
+    train = Data(Examples(rows, y), rows, jnp.int32(count), prepare)
+    none = train._replace(size=jnp.int32(0))
     counts = jnp.sum(jax.nn.one_hot(y, task.num_classes, dtype=jnp.int32), axis=0)
     model, id = task.models[0], jnp.int32(0)
     return Client(id, key, train, none, none, None, counts, model, 0)

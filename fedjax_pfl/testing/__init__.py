@@ -10,6 +10,7 @@ from fedjax_pfl.engine import program, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.testing import synthetic
+from fedjax_pfl.testing.own_network import check_network
 from fedjax_pfl.testing.rounds import (
     ContractViolation,
     Subject,
@@ -27,6 +28,7 @@ __all__ = [
     "Subject",
     "check",
     "check_algorithm",
+    "check_network",
     "evaluate",
     "federation",
     "run",

@@ -18,7 +18,7 @@ import optax
 from jax.interpreters import partial_eval
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine import program
+from fedjax_pfl.engine import method, program
 from fedjax_pfl.testing.networks import bn_stats, grouping, several_architectures
 from fedjax_pfl.testing.rounds import (
     ACTIVE,
@@ -52,8 +52,9 @@ def padding(s: Subject) -> None:
     f = s.federation
     nobody = f.examples.x.shape[0] - 1
     poisoned = _poisoned(f, np.array([nobody]))
+    other = jnp.asarray(3, f.examples.y.dtype)
     poisoned = poisoned._replace(
-        examples=poisoned.examples._replace(y=f.examples.y.at[nobody].set(3))
+        examples=poisoned.examples._replace(y=f.examples.y.at[nobody].set(other))
     )
     same_round(run(s, federation=poisoned), run(s), IDS[ACTIVE])
     same("scores", evaluate(s, poisoned), evaluate(s), np.arange(N))
@@ -173,7 +174,7 @@ def scores(s: Subject) -> None:
     """`post` holds the headline, is scored only when wanted, and is as finite as the
     loss and the state."""
     state, metrics = run(s)
-    headline = s.factory(s.task).headline[0]
+    headline = method.headline(s.task, s.factory(s.task))[0]
     _finite(
         (State(metrics.loss[ACTIVE], metrics.post[headline]), metrics),
         np.flatnonzero(ACTIVE),
@@ -292,7 +293,7 @@ def dtype(s: Subject) -> None:
         return model._replace(init=init)
 
     # which keeps an average in the gradient's types
-    decay = None if s.factory(s.task).plain_sgd else 0.9
+    decay = None if s.factory(s.task).excludes.get("optimizer") else 0.9
     momentum = lambda lr: optax.sgd(lr, decay)
     made = program.parts(
         s.factory,

@@ -89,6 +89,7 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["v"], i), own[i])
 
 
+@pytest.mark.slow
 def test_the_weight_moves_against_its_gradient_and_stays_within_bounds():
     got = train(rounds=3, lr_alpha=1000.0)
     alpha = got.metrics.clients["alpha"]
@@ -104,6 +105,7 @@ def test_a_fixed_weight_never_moves():
     )
 
 
+@pytest.mark.slow
 def test_without_a_personal_share_the_personal_model_is_the_global_one():
     got = train(rounds=2, alpha=0.0, adaptive=False)
     assert_same(got.state.clients["v"], got.begin.clients["v"])
@@ -119,6 +121,7 @@ def test_without_a_personal_share_the_personal_model_is_the_global_one():
     assert_close(*both(toy.rows(clients, 1)))
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_mixture_moves_the_personal_models_statistics():
     task, x = toy.task("norm"), jax.random.normal(KEY, (4, *toy.SHAPE))
     v, w = (task.model.init(jax.random.key(seed)) for seed in (1, 2))

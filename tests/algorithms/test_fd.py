@@ -63,6 +63,7 @@ def test_leave_one_out_by_hand():
     assert_close(table[:, 0], np.float32([0.65, 0.35]))
 
 
+@pytest.mark.slow
 def test_two_clients_receive_each_others_tables():
     tables = (
         np.random.default_rng(0).dirichlet(np.ones(3), size=(2, 3)).transpose(0, 2, 1)
@@ -74,6 +75,7 @@ def test_two_clients_receive_each_others_tables():
         )
 
 
+@pytest.mark.slow
 def test_a_class_that_nobody_else_sent_keeps_what_was_known():
     tables = (
         np.random.default_rng(0).dirichlet(np.ones(2), size=(2, 2)).transpose(0, 2, 1)
@@ -96,6 +98,7 @@ def test_without_the_others_predictions_it_is_local():
     assert_same(got.last, expected.last)
 
 
+@pytest.mark.slow
 def test_columns_are_distributions():
     state = train().state
     own, table = (
@@ -116,6 +119,7 @@ def test_a_class_of_one_client_is_never_known_to_it():
     assert not known[2, 3] and known[[0, 1, 3, 4], 3].all()
 
 
+@pytest.mark.slow
 def test_tables_follow_a_permutation_of_the_classes():
     order = np.array([2, 0, 3, 1])  # class i becomes class order[i]
     f, w = toy.federation(), TASK.model.init(KEY)

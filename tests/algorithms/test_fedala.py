@@ -70,6 +70,7 @@ def test_the_stretch_reaches_every_place():
     assert size == 0
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_weights_follows_the_chain_rule():
     """dL/dW = g(w^) * (w^t - w_i), also by finite differences."""
     rng, init = np.random.default_rng(0), TASK.model.init
@@ -281,6 +282,7 @@ def test_rounds_by_hand():
     assert most > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blended", ["head", toy.slow("all")])
 def test_weights_stay_within_bounds_and_reach_them(blended):
     states, metrics = rounds(

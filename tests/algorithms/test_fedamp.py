@@ -268,6 +268,7 @@ def test_order_and_width_do_not_matter_where_models_mix():
     assert_close(shorter, state)
 
 
+@pytest.mark.slow
 def test_a_round_without_examples_keeps_the_server():
     nothing = F._replace(train=F.train._replace(size=np.zeros(N, np.int32)))
     start = far_apart()

@@ -265,6 +265,7 @@ def test_mmd_of_single_rows():
     np.testing.assert_allclose(MMD(h, u, ALL[:1])[0], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, cpn", [(TASK, {}), toy.slow(NORM, {"norm": "batch"})], ids=["mlp", "norm"]
 )
@@ -593,6 +594,7 @@ def test_a_head_that_is_not_linear_is_refused():
         factory(TASK._replace(models=(model,))).init(KEY)
 
 
+@pytest.mark.slow
 def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch):
     """Plain SGD leaves it anyway: the gradients of a cross entropy by the logits sum to
     0 over the classes."""

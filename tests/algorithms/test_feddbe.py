@@ -3,12 +3,14 @@
 import by_hand
 import numpy as np
 import oracle
+import pytest
 
 
 def model(state):
     return oracle.variables(state.server["w"])
 
 
+@pytest.mark.slow
 def test_the_first_round_is_fedavgs():
     states, _ = by_hand.run("feddbe", kappa=2.0, momentum=0.7)
     wanted, _ = by_hand.run("fedavg")

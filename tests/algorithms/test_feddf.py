@@ -31,6 +31,7 @@ MIXED = toy.task(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_without_distillation_it_is_fedavg(net):
     task = MLP if net == "mlp" else toy.task(net)
@@ -39,6 +40,7 @@ def test_without_distillation_it_is_fedavg(net):
     assert_same(got.metrics.post, plain.metrics.post)
 
 
+@pytest.mark.slow
 def test_a_student_that_agrees_with_its_teachers_stays():
     """No private training, so all models are the fused one."""
     task = toy.task(epochs=0)
@@ -90,6 +92,7 @@ def test_a_step_is_that_of_the_divergence_from_the_mean_logits():
     assert value > 1e-3
 
 
+@pytest.mark.slow
 def test_each_architecture_has_a_student():
     """Within an architecture models are averaged; teachers are all clients."""
     got = toy.train("feddf", MIXED, rounds=6, passes=20)

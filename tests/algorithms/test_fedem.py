@@ -180,6 +180,7 @@ def test_a_weight_of_zero_stays_zero():
     assert np.isfinite(q).all() and q[0, 0] < 1e-20
 
 
+@pytest.mark.slow
 def test_permuting_the_components_permutes_everything():
     order, task = [2, 0, 1], TASKS["norm"]
     init = task.model.init

@@ -101,6 +101,7 @@ def vector(w):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(w)])
 
 
+@pytest.mark.slow
 def test_models_like_the_start_have_no_weight_and_change_nothing():
     state, metrics = round_of(store([W[0]] * N), lr=0.0)
     assert_same(state.server["models"], replicated(W[0]))
@@ -236,6 +237,7 @@ def test_two_rounds_are_the_plain_loop():
 AFFINITY = np.array([0.1, 0.9, 0.5, -1.0, 0.0], np.float32)
 
 
+@pytest.mark.slow
 def test_the_server_sends_the_own_model_and_the_nearest_uploaded():
     known = np.array([True, False, True, True, True])
     sent = jax.jit(
@@ -317,6 +319,7 @@ def test_epsilon_loses_as_much_in_every_round(monkeypatch):
     assert seen == {0.5, 0.3, 0.1, 0.0}
 
 
+@pytest.mark.slow
 def test_a_client_without_a_batch_beside_its_holdout_uploads_nothing():
     """Client 0 has a batch of its seven examples, and none of the six that it does not
     hold out."""

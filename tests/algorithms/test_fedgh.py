@@ -4,6 +4,7 @@ import by_hand
 import jax
 import numpy as np
 import oracle
+import pytest
 
 from fedjax_pfl import keys
 from fedjax_pfl.algorithms.fedgh import Draw
@@ -15,6 +16,7 @@ def order(i, t):
     return jax.random.uniform(keys.fold(key, Draw.ORDER), (4,))
 
 
+@pytest.mark.slow
 def test_a_server_step_of_zero_keeps_the_head():
     states, _ = by_hand.run("fedgh", server_lr=0.0, server_epochs=2)
     for name in ("kernel", "bias"):

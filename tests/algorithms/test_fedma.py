@@ -169,6 +169,7 @@ def test_a_permutation_leaves_the_function_alone(name):
         assert np.ptp(expected, axis=0).min() > 0.1  # or all neurons would be dead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "net, shape",
     [(narrow_mlp, (6,)), (tiny_conv, (6, 6, 1)), toy.slow(narrow_resnet, (8, 8, 1))],
@@ -536,6 +537,7 @@ def test_a_residual_network_learns_however_its_clients_number_their_neurons():
     assert matched[-1].mean() < 0.6 * matched[0].mean() < unmatched[-1].mean()
 
 
+@pytest.mark.slow
 def test_nobody_to_learn_from_keeps_the_server():
     for task_of, choice in (
         (narrow_task, {"retrain_epochs": 2, "sweeps": 3}),
@@ -609,6 +611,7 @@ def build(net):
     return strings(pure) | {"stats": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_in_each_sweep_clients_take_turns_by_its_own_priority(seed):
     rng = np.random.default_rng(seed)

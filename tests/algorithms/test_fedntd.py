@@ -4,10 +4,12 @@ import by_hand
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 
 from fedjax_pfl.algorithms.fedntd import not_true
 
 
+@pytest.mark.slow
 def test_without_distillation_it_is_fedavg():
     by_hand.same_server("fedntd", "fedavg", beta=0.0, tau=1.0)
 

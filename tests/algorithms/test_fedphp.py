@@ -144,6 +144,7 @@ def inherited():
     )
 
 
+@pytest.mark.slow
 def test_without_inheritance_the_average_is_the_last_model():
     for state in rounds([[1], [1], [1]], mu0=0.0)[1:]:
         # alone in the round: w^{t+1} = w_i
@@ -246,6 +247,7 @@ def test_the_average_has_the_batch_norm_of_the_model_too():
     assert distance(h["stats"], begin["stats"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_who_takes_no_step_inherits_nothing():
     """With drop_last, clients of fewer examples than a batch."""
     task = toy.task(drop_last=True, batch_size=8, epochs=1)

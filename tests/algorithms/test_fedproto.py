@@ -90,6 +90,7 @@ def test_only_examples_of_known_classes_are_pulled():
     assert np.abs(free["head"]["kernel"] - pulled["head"]["kernel"])[0].max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_nearest_known_prototype_wins():
     rng = np.random.default_rng(0)
     w, x = (

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import toy
 
 from fedjax_pfl.algorithms.knn_per import neighbours
@@ -39,6 +40,7 @@ def test_without_neighbours_it_is_the_global_model():
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
 
 
+@pytest.mark.slow
 def test_one_neighbour_far_away_has_the_whole_vote():
     """Where its weight alone would underflow."""
     store = jnp.array([[1e3, 0.0], [0.0, 0.0]]), jnp.array([2, -1])

@@ -89,6 +89,7 @@ def test_similarities_have_the_golden_numbers():
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_divergence():
     outputs, row = (
         some(),
@@ -108,6 +109,7 @@ def test_own_coefficients_are_stationary():
     )
 
 
+@pytest.mark.slow
 def test_equal_clients_are_weighed_equally():
     same = np.repeat(some(1), 5, axis=0)
     np.testing.assert_array_equal(
@@ -135,6 +137,7 @@ def test_similar_clients_weigh_more():
     assert np.all(a.min(axis=1) > 0)
 
 
+@pytest.mark.slow
 def test_only_the_nearest_weigh():
     a = matrix(functools.partial(nearest, neighbours=3), some())
     assert np.all((a > 0).sum(axis=1) == 3) and np.all(np.diag(a) > 0)
@@ -198,12 +201,14 @@ def test_no_passes_is_local(method, order):
     assert_same(got.metrics.loss, alone.metrics.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [toy.slow("paper"), "code"])
 def test_a_client_that_hears_itself_only_is_local(order):
     got = toy.train("topk_pfd", MLP, neighbours=1, warmup_epochs=0, order=order)
     assert_close(got.state.clients, toy.train("local", MLP).state.clients, 1e-5)
 
 
+@pytest.mark.slow
 def test_fedmd_is_mnfl_of_frozen_coefficients_and_topk_of_all():
     got = toy.train("fedmd", MLP)
     others = (
@@ -449,6 +454,7 @@ def test_coefficients_of_clients_out_of_the_round_are_not_known(method):
     np.testing.assert_allclose(a[here][:, here].sum(axis=1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_clients_without_examples_exchange_nothing():
     f = oracle.federation()  # client 3 has none
     sent = toy.train(

@@ -117,6 +117,7 @@ def objectives(task, f, state, lam):
     )
 
 
+@pytest.mark.slow
 @rest
 def test_duality_and_the_identity_of_the_models(case):
     task, f = CASES[case]
@@ -135,6 +136,7 @@ def test_duality_and_the_identity_of_the_models(case):
         assert gaps[-1] < gaps[0]
 
 
+@pytest.mark.slow
 @rest
 def test_the_gap_closes(case):
     task, f = CASES[case]
@@ -171,11 +173,13 @@ def test_fixed_relations_are_independent_machines(case):
         assert -1e-5 < primal - dual < 2e-3 * y.shape[1]
 
 
+@pytest.mark.slow
 def test_identical_tasks_are_found_to_be_one():
     *_, state = states("twins", 40, frac=4.0)
     np.testing.assert_allclose(state.server["sigma"], np.full((4, 4), 0.25), atol=0.02)
 
 
+@pytest.mark.slow
 def test_relations_are_learned_in_every_tenth_of_the_rounds():
     """A tenth of 20 rounds is every second round."""
     first, second, third, fourth = (
@@ -294,6 +298,7 @@ def test_rounds_are_the_plain_loops(case):
             assert not np.any(state.clients["alpha"][i, len(a) :])
 
 
+@pytest.mark.slow
 def test_two_classes_are_predicted_by_a_sign():
     program, f = toy.program(factory, PAIRS, {"lam": 0.1}), PAIRS_FEDERATION
     state, _, last = jax.device_get(

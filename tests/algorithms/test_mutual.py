@@ -69,6 +69,7 @@ def test_fml_golden_numbers():
     )
 
 
+@pytest.mark.slow
 def test_divergence_pulls_each_model_by_the_difference_of_probabilities():
     slope = jax.grad(lambda z: divergence(Z[1], z, BATCH.mask))(Z[0])
     expected = (jax.nn.softmax(Z[0]) - jax.nn.softmax(Z[1])) * BATCH.mask[:, None] / 5
@@ -123,6 +124,7 @@ def test_running_statistics_of_the_small_model_travel_or_stay(bn_stats, kept):
     toy.assert_finite((got.state, got.outputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [0.5, 100.0])
 def test_clipping_is_optaxs(largest):
     tree = {"a": Z[0], "b": H[0]}
@@ -156,6 +158,7 @@ def test_fedkd_by_hand():
     np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_fedkd_twins_start_as_the_labels_alone():
     same = [OUT[0], Outputs(H[0], Z[0])]
     grads = jax.grad(
@@ -220,6 +223,7 @@ def test_an_ensemble_of_the_own_model_alone():
     assert_close(slope, expected)
 
 
+@pytest.mark.slow
 def test_the_weight_stays_between_0_and_1_and_is_learned():
     lam = np.asarray(train("fedapen", lam_lr=1.0).metrics.clients["lam"])
     assert (lam >= 0).all() and (lam <= 1).all() and len(set(lam[-1].tolist())) > 2
@@ -240,6 +244,7 @@ def test_fedapen_of_a_frozen_weight_is_feden():
     assert_same(without.last["acc"], without.last["equal_acc"])
 
 
+@pytest.mark.slow
 def test_fedapen_trains_on_what_it_does_not_hold_out_and_adapts_with_the_new_small_model():
     f = toy.federation()
     held = np.asarray(f.train.index[1][f.train.size[1] - 1])  # one of 19
@@ -302,6 +307,7 @@ def test_fedapen_learns_the_weight_of_exactly_what_it_holds_out():
         assert 1e-3 < abs(lam - 0.5) < 0.5
 
 
+@pytest.mark.slow
 def test_scores_of_an_ensemble_and_its_parts():
     got = train("fedapen")
     for name, lam in (
@@ -331,6 +337,7 @@ def test_fedapen_says_that_no_batch_is_left_beside_the_examples_held_out():
     toy.program("fedapen", task._replace(batch_size=18))
 
 
+@pytest.mark.slow
 def test_twins_draw_dropout_of_their_own():
     """Twins with dropout differ after a round."""
 

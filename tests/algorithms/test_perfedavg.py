@@ -87,6 +87,7 @@ def test_two_rounds_by_hand():
         oracle.close(states[t + 1].server, w)
 
 
+@pytest.mark.slow
 def test_a_client_with_one_example_uses_it_for_every_batch():
     f, only = toy.federation(), np.arange(toy.N) == 2
     assert SIZES[2] == 1

@@ -60,6 +60,7 @@ def local_rows(rows):
     return {**rows["w"], "stats": rows["stats"]["w"]}
 
 
+@pytest.mark.slow
 def test_golden_mixture():
     g, G, a = jnp.array([[1.0, 2.0]]), jnp.array([[3.0, 0.0]]), jnp.array([0.25, 0.5])
     # the head is the identity
@@ -71,6 +72,7 @@ def test_golden_mixture():
     np.testing.assert_allclose(jax.grad(ce)(a), [0.364851, 0.364851], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterative", [True, False])
 def test_the_step_of_alpha_is_the_formula(iterative):
     """da = mean over the batch of (g - G) * (p - y) h^T, and of plain SGD at the first
@@ -161,6 +163,7 @@ def test_shared_features_alone_train_the_head_on_them():
     assert_same(got.metrics.post["small_acc"], got.metrics.post["acc"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [toy.slow("mlp"), "norm"])
 def test_shared_features_alone_end_to_end_are_fedper(net):
     task = task_of(net)
@@ -206,6 +209,7 @@ def test_the_first_phase_moves_the_client_and_the_second_the_extractor():
     assert_same(one.metrics.post, two.metrics.post)
 
 
+@pytest.mark.slow
 def test_alpha_stays_between_0_and_1():
     got = train(alpha=0.5, lr_alpha=10.0)
     alpha = np.asarray(got.state.clients["alpha"])

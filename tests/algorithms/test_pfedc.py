@@ -96,6 +96,7 @@ def test_one_task_is_cross_entropy():
     assert usable.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", task_maps.HEADS)
 def test_a_balanced_loss_is_the_mean_inside_plus_the_mean_outside(head):
     """Both means are those of all samples, over batches of one side."""
@@ -434,6 +435,7 @@ def test_branches_of_clients_without_a_common_class_never_mix():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, columns_of",
     [("group_reject", [(0, 1, 4), (2, 3, 5)]), toy.slow("group_binary", [(0,), (1,)])],
@@ -528,6 +530,7 @@ ANY_NUMBER = toy.program(factory, TASK._replace(participation=(0.2, 1.0)), STALE
 ROUND_OF_ANY_NUMBER = jax.jit(ANY_NUMBER.round)
 
 
+@pytest.mark.slow
 def test_a_stale_download_is_equation_7():
     """Clients that do not train: every branch is the mean of its holders' in the round,
     and nobody else's moves."""
@@ -862,7 +865,7 @@ def test_a_transformation_sees_no_change_of_branches_that_are_not_sent():
     """In the second round, when the server's branches have left their start."""
     changes = []
 
-    def seen(key, upload, default):
+    def seen(key, upload, default, client):
         change = jnp.abs(upload["head"]["kernel"] - default["head"]["kernel"]).sum(
             axis=0
         )

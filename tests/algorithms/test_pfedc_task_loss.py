@@ -19,6 +19,7 @@ SOLVED = {"weighting": "mgda_ub", "weight_scale": "simplex"}
 BATCH_LOSSES = [0.629285, 0.362609, 0.212951]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pfedc", toy.slow("privacy_pfedc")])
 def test_whole_batches_have_the_losses_they_had(method):
     got = toy.train(
@@ -71,6 +72,7 @@ def trained(kernel, bias, key, i, task_loss):
 
 
 # of whole batches the losses are above
+@pytest.mark.slow
 @pytest.mark.parametrize("task_loss", [TASK_LOSSES[0], toy.slow(TASK_LOSSES[1])])
 def test_minibatches_of_uneven_classes(task_loss):
     run = toy.train(
@@ -132,6 +134,7 @@ def test_absent_branches_learn_to_answer_no(download):
         np.testing.assert_allclose(own["bias"][absent], bias[absent], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pfedc", toy.slow("privacy_pfedc")])
 def test_absent_branches_do_not_move_the_body(method):
     task, how = toy.task(), {"head": "group_reject", "tasks": "consecutive:2"}

@@ -118,6 +118,7 @@ def distance(a, b):
     )
 
 
+@pytest.mark.slow
 def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork():
     h = begin().server["h"]
     hparams = PLAIN | {
@@ -134,6 +135,7 @@ def test_one_plain_step_is_a_gradient_step_of_the_hypernetwork():
     assert distance(after, h) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "still",
     [{"inner_lr": 0.0}, {"inner_steps": 0}],
@@ -308,6 +310,7 @@ def test_a_step_is_no_longer_than_the_clip():
     )
 
 
+@pytest.mark.slow
 def test_the_tasks_own_local_work():
     assert_same(
         round_of(start(), [1], steps=3, inner_steps=None),

@@ -110,6 +110,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
     w, whole = round_of(ONE_STEP, [0, 1], beta=1.0)
     _, half = round_of(ONE_STEP, [0, 1], beta=0.5)

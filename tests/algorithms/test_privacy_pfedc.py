@@ -75,6 +75,7 @@ def train(method, **hparams):
     return toy.train(method, TASK, 5, **hparams)
 
 
+@pytest.mark.slow
 def test_plain_is_pfedc():
     got, expected = train("privacy_pfedc", backend="plain"), train("pfedc")
     others = {"traffic": None, "clients": {"tasks": expected.metrics.clients["tasks"]}}

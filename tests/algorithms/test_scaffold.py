@@ -43,6 +43,7 @@ def round_of(task, state=None, ids=range(N), **hparams):
     return run.begin, run.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, hparams",
     [(LONG, {}), toy.slow(LONG, {"server_lr": 0.1})],
@@ -87,6 +88,7 @@ def test_two_rounds_by_hand():
             oracle.close(toy.rows(states[t + 1].clients["c"], i), own[i])
 
 
+@pytest.mark.slow
 def test_one_full_batch_makes_the_variate_the_gradient():
     before, after = round_of(ONE_STEP)
     for i in range(N):
@@ -122,6 +124,7 @@ def test_a_server_step_of_zero_keeps_the_model():
     assert_same(after.server["w"], before.server["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drop_last, task",
     [(True, LONG), (False, toy.task("linear", batch_size=10, epochs=0))],

@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ from fedjax_pfl import averaging
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.run_directory import RunDirectory
 
 SMALL = {
     "algo": "fedavg",
@@ -88,8 +91,16 @@ def test_public_examples(tmp_path):
     e = make(algo="fedmd", public=f"{file}:pool:7")
     assert e.public.x.shape == (7, *e.dataset.x.shape[1:])
     assert len(e.federation.public.y) == e.task.public.shape[0] == 7
+
+
+def test_public_examples_of_the_clients_own_data_set_belong_to_no_client():
+    e = make(algo="fedmd", public="digits:7")
+    whole = make(algo="fedmd", public="synthetic:7").dataset
+    assert len(e.public.y) == 7 and len(e.dataset.y) == len(whole.y) - 7
+    both = np.concatenate([e.dataset.x, e.public.x]).reshape(len(whole.y), -1)
+    assert sorted(map(bytes, both)) == sorted(map(bytes, whole.x.reshape(both.shape)))
     with pytest.raises(InputError, match="is the data set of the clients"):
-        make(public="digits:7")
+        make(public="digits")
 
 
 def test_runs_with_the_same_room_have_the_same_shapes():
@@ -140,3 +151,33 @@ def test_a_predictor_has_the_precision_of_the_run(monkeypatch):
     state = e.fetch(e.program.init(e.key, e.program.traced))
     e.predictor(state, 0, 2)(e.dataset.x[:3])
     assert seen == ["float32"]
+
+
+def test_the_vocabulary_is_that_of_the_clients_that_train(tmp_path):
+    speech = {
+        name: f"{name} {name} only {name} " * 4 for name in ("ada", "bob", "cyd", "eve")
+    }
+    path = tmp_path / "plays.json"
+    path.write_text(json.dumps(speech))
+    settings = {"dataset": f"text:{path}", "data_fraction": 1.0, "max_length": 4}
+    settings |= {"partition": "natural:speaker", "clients": None, "tokenizer": "word"}
+    e = make(**settings, model="auto", unseen=0.3)
+    away = {sorted(speech)[i] for i in e.unseen.ids}
+    assert len(away) == 1 and e.config.clients == 4 and e.config.model == "gru"
+    assert set(e.dataset.words) == {"<pad>", "<unk>", "only", *speech} - away
+    assert e.task.num_classes == e.dataset.vocabulary == 6
+    rows = e.unseen.partition.test[0][: e.unseen.partition.test_sizes[0]]
+    assert (e.dataset.x[rows] == 1).any()
+    assert (e.unmarked.x != e.dataset.x).any()
+    directory = RunDirectory(tmp_path / "run")
+    directory.open(e)
+    assert directory.read("vocabulary.json") == list(e.dataset.words)
+
+
+def test_shifts_and_augmentation_are_settings():
+    e = make(shift="rotate:0,90", augment="flip", partition="iid", clients=2)
+    mine = [e.partition.train[i][: e.partition.train_sizes[i]] for i in range(2)]
+    assert np.array_equal(e.dataset.x[mine[0]], e.unmarked.x[mine[0]])
+    turned = np.rot90(e.unmarked.x[mine[1]], axes=(1, 2))
+    assert np.array_equal(e.dataset.x[mine[1]], turned)
+    assert e.task.augment is not None

@@ -65,6 +65,7 @@ def test_exit_codes(tmp_path, capsys):
     assert "not an empty directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_diverging_run_names_the_clients(tmp_path, capsys):
     path = tmp_path / "run"
     argv = ["--algo=fedavg", *SMALL, "--rounds=3", "--lr=3e38", f"--workdir={path}"]

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import toy
 from flax import serialization
 
 import fedjax_pfl
@@ -9,7 +10,7 @@ from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.run_directory import RunDirectory
 
 
-@pytest.mark.parametrize("algo", ["ditto", "fedavg"])
+@pytest.mark.parametrize("algo", [toy.slow("ditto"), "fedavg"])
 def test_the_exported_network_predicts_as_the_client_does(algo, tmp_path, capsys):
     path = tmp_path / "run"
     assert run(f"--algo={algo}", *SMALL, "--rounds=1", f"--workdir={path}") == 0
@@ -31,6 +32,7 @@ def test_the_exported_network_predicts_as_the_client_does(algo, tmp_path, capsys
     )
 
 
+@pytest.mark.slow
 def test_a_method_of_several_networks_exports_its_parts(tmp_path, capsys):
     path = tmp_path / "run"
     assert run("--algo=fedem", *SMALL, "--rounds=1", f"--workdir={path}") == 0

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from experiment import runs
 
+from experiment import runs
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import reconstruct
 

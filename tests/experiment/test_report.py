@@ -43,6 +43,7 @@ def test_csv_has_numbers(sweep, capsys):
     assert float(values[3]) == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_html_is_one_file_with_figures_and_every_client(sweep, tmp_path, capsys):
     file = tmp_path / "page.html"
     out = printed(capsys, sweep, "--format=html", f"--output={file}")

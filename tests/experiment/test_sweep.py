@@ -44,6 +44,7 @@ def test_wrong_values(given):
         members(algo="fedavg", **given)
 
 
+@pytest.mark.slow
 def test_seeds_at_once_are_the_runs_one_by_one(tmp_path, capsys):
     argv = ["--algo=ditto", *SMALL, *LENGTH, "--seeds=2"]
     for how in ("all", "1"):
@@ -59,6 +60,7 @@ def test_seeds_at_once_are_the_runs_one_by_one(tmp_path, capsys):
     assert len(rows(tmp_path / "all" / "seed1")[0].splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_a_validation_score_chooses(tmp_path, capsys):
     argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=0.0001,0.1", f"--root={tmp_path}"]
     given = ["--val_fraction=0.2", "--select=val/acc"]

@@ -6,6 +6,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+import toy
 
 from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment
@@ -58,7 +59,7 @@ def killed(path, config, round):
     directory.unlock()
 
 
-@pytest.mark.parametrize("algo", ["ditto", "scaffold"])
+@pytest.mark.parametrize("algo", ["ditto", toy.slow("scaffold")])
 def test_a_killed_run_goes_on_bit_for_bit(algo, tmp_path):
     config = SEVERAL.replace(algo=algo)
     assert execute([RunDirectory(tmp_path / "whole")], [config]) == 0
@@ -82,6 +83,7 @@ def test_random_kills_leave_no_trace(algo, tmp_path):
         same(ends(tmp_path / "whole"), ends(path))
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_the_shorter_one_resumed(tmp_path):
     short, whole = f"--workdir={tmp_path / 'short'}", f"--workdir={tmp_path / 'whole'}"
     argv = ["--algo=fedavg", *SMALL, "--eval_every=2"]
@@ -90,6 +92,7 @@ def test_a_longer_run_is_the_shorter_one_resumed(tmp_path):
     same(ends(tmp_path / "short"), ends(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_schedule_over_the_rounds_cannot_grow(tmp_path, capsys):
     path = f"--workdir={tmp_path / 'run'}"
     assert run("--algo=fedphp", *SMALL, "--rounds=1", path) == 0
@@ -117,6 +120,7 @@ def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_callback_ends_a_run_after_its_last_scores():
     seen = []
 
@@ -128,6 +132,7 @@ def test_a_callback_ends_a_run_after_its_last_scores():
     assert seen == [(0, False), (1, False), (2, False), (3, True)]
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsys):
     config = CONFIG.replace(rounds=40, patience=2, lr=0.2)
     directory = RunDirectory(tmp_path / "run")
@@ -155,6 +160,7 @@ def test_a_run_with_patience_may_grow(tmp_path):
     assert not complete(directory, config.replace(patience=3))
 
 
+@pytest.mark.slow
 def test_the_others_train_as_without_the_unseen_clients(tmp_path):
     some = build(CONFIG.replace(unseen=0.4, rounds=2))
     partition.save(tmp_path / "others.npz", some.partition, some.dataset)
@@ -183,6 +189,7 @@ def test_results_are_printed_and_tabulated(tmp_path, capsys):
     assert len(list(path.glob("events.out.tfevents.*"))) == 1
 
 
+@pytest.mark.slow
 def test_clients_on_the_host_train_the_same(tmp_path):
     config = CONFIG.replace(participation="0.4", rounds=2, server_optimizer="adam")
     config = config.replace(server_lr=0.01)
@@ -192,6 +199,7 @@ def test_clients_on_the_host_train_the_same(tmp_path):
     same(ends(tmp_path / "device"), ends(tmp_path / "host"))
 
 
+@pytest.mark.slow
 def test_rows_of_the_networks(tmp_path):
     path = tmp_path / "run"
     argv = ["--algo=fd", *SMALL, "--model=linear,mlp", "--rounds=1"]

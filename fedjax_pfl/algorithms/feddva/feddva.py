@@ -105,7 +105,8 @@ def feddva(
         8 d_c), 0.5 in its notebooks.
       head: a classifier of [z; c], one of none, personal (kept by its client),
         shared.
-      cls: weight of its cross entropy in [0, inf); 1 in the code.
+      cls: weight of its cross entropy in [0, inf); 1, as neither the paper nor its code
+        gives one.
       exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
         of c is kept by its client).
 

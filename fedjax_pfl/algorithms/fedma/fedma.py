@@ -90,7 +90,7 @@ def retrain(
     """Trains the client's variables with the leaves `frozen` as they are, for some
     epochs or the task's local work."""
     held, moving = trees.partition(averaging.params(w), averaging.params(frozen))
-    loss, optimizer = losses.classification(task.model), task.optimizer
+    loss, optimizer = losses.classification(task.model, task), task.optimizer
 
     def objective(v, batch, key):
         return loss({**trees.merge(v["moving"], held), "stats": v["stats"]}, batch, key)

@@ -213,8 +213,11 @@ def mnfl_het(
       The projection to the simplex is ours: without it the rows' sums drift. Of a
       round's clients the block of rows and columns moves, normalised in their mixtures,
       and each row keeps what it weighs there. With order=code a mixture has the
-      coefficients after their step. The penalty is stepped implicitly, which equals
-      the paper's Eq. 7 to first order and is stable for every rho.
+      coefficients after their step. Eq. 7 as printed takes the gradient at the models
+      after the training on public examples, which would need a second upload. Here it
+      is taken at the predictions of the round, as in the authors' code. The penalty is
+      stepped implicitly, which equals its gradient step to first order and is stable
+      for every rho.
 
       At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
       by a client's share of all examples: this is FedMD then, of which a run warns.

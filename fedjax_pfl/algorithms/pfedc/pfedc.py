@@ -295,9 +295,10 @@ def privacy_pfedc(
       branches multiplied by them. It divides the sums itself; Algorithm 2 does not,
       which multiplies a branch by the number of its holders in every round. So clients,
       not the server, come to know how many hold a task. The body goes in the clear, as
-      the paper has it, and its change may tell of labels. All clients share the secret
-      key: one that colludes with the server breaks the secrecy. Only the clients of a
-      round receive its sums, and the server keeps nothing of a branch: without the
+      in Algorithm 2, and its change may tell of labels. The paper's text encrypts the
+      body, too, and its Pi = [1, pi_1, ...] has an entry for it. All clients share the
+      secret key: one that colludes with the server breaks the secrecy. Only the clients
+      of a round receive its sums, and the server keeps nothing of a branch: without the
       holders it cannot tell which branches are to keep their last value. So this is
       pfedc with download=stale, and with full participation just pfedc. Clients'
       numbers of examples are public. Traffic has ciphertexts in bytes, and in scalars

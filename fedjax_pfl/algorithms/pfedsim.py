@@ -1,0 +1,112 @@
+"""pFedSim: after rounds of FedAvg, a client's body is a mixture of all bodies, weighted
+by the similarity of the heads.
+
+Reference: Tan et al., pFedSim: similarity-aware model aggregation towards personalized
+federated learning (2023), Algorithm 1.
+"""
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from annotated_types import Interval
+
+from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
+from fedjax_pfl.algorithms.fedamp import mixtures
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.errors import needed
+from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
+
+LARGEST = 0.9999  # similarity of a client with itself, as in FL-bench
+
+
+def similarity(kernels: Array) -> Array:
+    """Returns max(0, mean over the classes of cos(w_i^c, w_j^c)) [N, N] of heads'
+    kernels [N, K, C] (Eq. 4)."""
+    norm = jnp.linalg.norm(kernels, axis=1, keepdims=True)
+    unit = kernels / jnp.maximum(norm, 1e-12)
+    flat = unit.reshape(len(unit), -1)
+    product = jnp.dot(flat, flat.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.maximum(product / kernels.shape[2], 0)
+
+
+def weights(phi: Array) -> Array:
+    """Returns -log(1 - phi), normalised over the last axis; entries of 0.9999 or more
+    count as 0.9999."""
+    weight = -jnp.log1p(-jnp.minimum(phi, LARGEST))
+    return weight / jnp.sum(weight, axis=-1, keepdims=True)
+
+
+@register("pfedsim")
+def pfedsim(
+    task: Task, *, warmup: Annotated[float, Interval(ge=0, le=1)] = 0.5
+) -> Algorithm:
+    """Trains from the body sum_j a_ij w_j and the client's own head; a_ij is in
+    proportion to -log(1 - phi_ij), phi_ij the similarity of the heads.
+
+    Args:
+      warmup: share (ρ) in [0, 1] of the rounds that are FedAvg's; 0.5 as in FL-bench.
+        With 1 it is FedAvg.
+
+    Note:
+      phi_ij is renewed in the rounds that both clients take part in, and 0 before. A
+      client predicts with its own last model, after the warm-up's rounds with the
+      global one. The last uploads of all clients are mixed. Running statistics are
+      averaged during the warm-up and mixed with the bodies afterwards.
+    """
+    sgd, split = local_training.bind(task), averaging.split(task)
+    rounds = needed("rounds", task.rounds, "which its warm-up follows")
+    n = task.num_clients
+
+    def init(key):
+        w = task.model.init(key)
+        averaging.check_linear_head(w, "pfedsim")
+        shared, own = split.send(w)
+        server = {"w": trees.replicate(shared, n), "phi": jnp.eye(n)}
+        return State(server, trees.replicate(own, n))
+
+    def mixed(server, ids):
+        phi = jnp.where(jnp.eye(n, dtype=bool), LARGEST, server["phi"])
+        others = jnp.arange(n)[None] != ids[:, None]
+        # mixtures gives the client itself the rest.
+        a = jnp.where(others, weights(phi)[ids], 0)
+        w = server["w"]
+        return mixtures(a, {k: w[k] for k in w if k != "head"}, ids)
+
+    def round(key, state, cohort):
+        server, warm = state.server, cohort.round < jnp.round(warmup * rounds)
+        # Matrix products round a row by its position: rows are ordered by their ids.
+        order = jnp.argsort(cohort.ids)
+        body = trees.gather(mixed(server, cohort.ids[order]), jnp.argsort(order))
+        mine = trees.gather(server["w"], cohort.ids)
+        start = trees.choose(warm, mine, mine | body)
+
+        def client(c, start, own):
+            w, value = sgd(c, split.receive(start, own))
+            shared, own = split.send(w)
+            post = evaluation.post(cohort, c, predictor(c.model, w))
+            return shared, shared, own, value, post
+
+        mean, (w, own, value, post) = cohort.mean(
+            client,
+            start,
+            state.clients,
+            weight=cohort.sizes,
+            default=trees.gather(server["w"], 0),
+        )
+        kept = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
+        same = trees.replicate(mean, n)
+        here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
+        both = here[:, None] & here[None] & ~warm & ~jnp.eye(n, dtype=bool)
+        phi = jnp.where(both, similarity(kept["head"]["kernel"]), server["phi"])
+        everybody = trees.choose(warm & jnp.any(here), same, kept)
+        return State({"w": everybody, "phi": phi}, own), Metrics(value, post)
+
+    def predict(server, own, c):
+        return predictor(c.model, split.receive(trees.gather(server["w"], c.id), own))
+
+    def sent(state, cohort, metrics):
+        return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
+
+    return Algorithm(init, round, predict, evaluation.classification, sent)

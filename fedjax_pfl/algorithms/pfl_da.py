@@ -1,0 +1,62 @@
+"""PFL-DA: the clients share a head only, to which each draws its own head, and under
+which it trains its body.
+
+Reference: Peng et al., Personalized federated learning via domain adaptation with an
+application to distributed 3D printing (Technometrics 2023), as PFLlib has it.
+"""
+
+from typing import Annotated
+
+import jax.numpy as jnp
+import optax
+from annotated_types import Ge
+
+from fedjax_pfl import averaging, keys, local_training, losses, trees
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.averaging import predictor
+from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
+
+
+def distance(a: PyTree, b: PyTree) -> Array:
+    """Returns ||a - b|| [], with the gradient 0 where a = b."""
+    square = trees.sq_dist(a, b)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+
+
+@register("pfl_da")
+def pfl_da(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+    """Trains the own head on CE + lam ||head - g||, g the received head, then body and
+    g on the cross entropy under g; the heads g are averaged.
+
+    Args:
+      lam: weight of the distance (λ) in [0, inf); 1 as in PFLlib.
+
+    Note:
+      Both phases take the task's local work. The distance is not squared, as in PFLlib.
+      A client keeps its body and head, and predicts with them. The reported loss is
+      that of the second phase.
+    """
+    sgd = local_training.bind(task)
+
+    def init(key):
+        w = task.model.init(key)
+        return State({"head": w["head"]}, trees.replicate(w, task.num_clients))
+
+    def client(c, server, w):
+        plain = losses.classification(c.model, task)
+
+        def near(w, batch, key):
+            value, stats = plain(w, batch, key)
+            return value + lam * distance(w["head"], server["head"]), stats
+
+        stream = keys.Client.HEAD_PHASE
+        w, _ = sgd(c, w, loss=near, train=("head",), stream=stream)
+        under, value = sgd(c, {**w, "head": server["head"]})
+        w = {**under, "head": w["head"]}
+        head = optax.tree.cast_like(under["head"], server["head"])
+        return Update({"head": head}, w, predictor(c.model, w), value)
+
+    def predict(server, w, c):
+        return predictor(c.model, w)
+
+    return averaging.from_client(init, client, predict, averages=("head",))

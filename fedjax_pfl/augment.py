@@ -1,0 +1,57 @@
+"""Mixing of training examples and their labels, as `Task.mix` takes it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from chex import Numeric
+
+from fedjax_pfl.types import Array
+
+# (key, x [B, ...], labels [B, C], mask [B]) -> x, soft labels [B, C]
+Mix = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+
+
+def partners(key: Array, mask: Array) -> Array:
+    """Returns the row [B] with which each row is mixed: the next valid one in a random
+    order."""
+    draw = jnp.where(mask, jax.random.uniform(key, mask.shape), 2)
+    order, count = jnp.argsort(draw), jnp.maximum(jnp.sum(mask), 1)
+    following = order[(jnp.arange(len(mask)) + 1) % count]
+    return jnp.zeros_like(order).at[order].set(following)
+
+
+def mixup(alpha: Numeric) -> Mix:
+    """Returns mixup (Zhang et al., ICLR 2018): each example is l x + (1 - l) x' with
+    another one of the batch, l ~ Beta(alpha, alpha), and so are its labels."""
+
+    def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
+        key_weight, key_order = jax.random.split(key)
+        weight = jax.random.beta(key_weight, alpha, alpha)
+        other = partners(key_order, mask)
+        x, y = (weight * a + (1 - weight) * a[other] for a in (x, y))
+        return x, y
+
+    return mix
+
+
+def cutmix(alpha: Numeric) -> Mix:
+    """Returns CutMix (Yun et al., ICCV 2019): a box of each image [H, W, C] is another
+    image's, of the area 1 - l, l ~ Beta(alpha, alpha); labels are mixed by area."""
+
+    def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
+        key_weight, key_order, *centres = jax.random.split(key, 4)
+        side = jnp.sqrt(1 - jax.random.beta(key_weight, alpha, alpha))
+        other, inside = partners(key_order, mask), jnp.ones((1, 1), bool)
+        for axis, draw in enumerate(centres):
+            n = x.shape[1 + axis]
+            centre = jax.random.randint(draw, (), 0, n)
+            half = jnp.round(side * n / 2).astype(jnp.int32)
+            at = jnp.expand_dims(jnp.arange(n), 1 - axis)
+            inside = inside & (at >= centre - half) & (at < centre + half)
+        box = inside[None, :, :, None]
+        x = jnp.where(box, x[other], x)
+        weight = 1 - jnp.mean(inside)
+        return x, weight * y + (1 - weight) * y[other]
+
+    return mix

@@ -1,0 +1,29 @@
+"""FedMTL: two rounds by hand."""
+
+import math
+
+import by_hand
+import oracle
+
+
+def test_two_rounds_by_hand():
+    states, _ = by_hand.run("fedmtl")
+    models = [oracle.variables(by_hand.row(states[0], i)) for i in range(5)]
+    size = sum(x.size for x in models[0])
+    scale = 10.0 ** -(math.floor(math.log10(size) + 1) + 1)
+    for t in range(2):
+        learn, found = by_hand.LEARN[t], {}
+        omega = 1 - 1 / len(learn)
+        for i in learn:
+            others = [sum(models[j][k] for j in learn if j != i) for k in range(4)]
+
+            def slope(v, x, y, others=others, omega=omega):
+                g = oracle.gradient(v, x, y)
+                terms = zip(g, v, others, strict=True)
+                return [a + 2 * scale * (b + omega**2 * (b + c)) for a, b, c in terms]
+
+            found[i] = by_hand.descend(models[i], i, t, slope)
+        for i, w in found.items():
+            models[i] = w
+        for i in (0, 1, 2, 4):
+            oracle.close(by_hand.row(states[t + 1], i), models[i])

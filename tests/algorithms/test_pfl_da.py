@@ -1,0 +1,40 @@
+"""PFL-DA: two rounds by hand."""
+
+import by_hand
+import jax
+import numpy as np
+import oracle
+
+from fedjax_pfl import keys
+
+
+def test_two_rounds_by_hand():
+    lam = 0.4
+    states, _ = by_hand.run("pfl_da", lam=lam)
+    models = [oracle.variables(by_hand.row(states[0], 0))] * 5
+    head = models[0][2:]
+    for t in range(2):
+        sent = []
+        for i in by_hand.LEARN[t]:
+            w = models[i]
+            key = jax.random.fold_in(jax.random.fold_in(by_hand.KEYS[t], 0), i)
+            for x, y in by_hand.shuffled(keys.fold(key, keys.Client.HEAD_PHASE), i, 2):
+                g, gap = (
+                    oracle.gradient(w, x, y),
+                    [a - b for a, b in zip(w[2:], head, strict=True)],
+                )
+                norm = np.sqrt(sum(np.sum(d**2) for d in gap)) or 1.0
+                moved = [
+                    a - by_hand.LR * (b + lam * d / norm)
+                    for a, b, d in zip(w[2:], g[2:], gap, strict=True)
+                ]
+                w = [*w[:2], *moved]
+            under = by_hand.descend([*w[:2], *head], i, t)
+            models[i] = [*under[:2], *w[2:]]
+            sent.append(under[2:])
+        head = oracle.mean(sent, by_hand.sizes(t))
+        for name, wanted in zip(("kernel", "bias"), head, strict=True):
+            got = states[t + 1].server["head"][name]
+            np.testing.assert_allclose(got, wanted, atol=2e-5)
+        for i in (0, 1, 2, 4):
+            oracle.close(by_hand.row(states[t + 1], i), models[i])

@@ -1,0 +1,89 @@
+"""Rounds in the forms of accelerators, run on the CPU, against those of a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from fedjax_pfl import local_training
+from fedjax_pfl.engine import rounds
+from fedjax_pfl.kernels.platform import on
+from fedjax_pfl.types import Batch
+
+WIDTH = 3  # clients of one to five batches share a loop
+momentum = functools.partial(optax.sgd, momentum=0.9)
+
+
+def one_round(method, width, **options):
+    task = toy.fitted(method, toy.net_of(method), **options)
+    program = toy.program(toy.METHODS[method], task, width=width)
+    key = jax.random.key(5)
+    state = program.init(key, program.traced)
+    arguments = (key, program.traced, toy.federation(), state, np.int32(0))
+    state, found = jax.jit(program.round)(*arguments, np.bool_(True))
+    return state, found.loss, found.post, jax.jit(program.evaluate)(*arguments)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "method, options",
+    [
+        ("fedavg", {"optimizer": momentum}),
+        ("fedavg", {"epochs": None, "steps": 7}),
+        ("fedavg", {"drop_last": True}),
+        ("fedbn", {}),
+        ("apfl", {}),
+        ("fedala", {}),
+        ("per_fedavg", {}),
+    ],
+)
+def test_round_does_not_depend_on_the_platform(platform, method, options):
+    expected = one_round(method, 1, **options)
+    with on(platform):
+        found = one_round(method, WIDTH, **options)
+    toy.assert_close(found, expected, 1e-5)
+
+
+def test_clients_share_the_largest_trip_count():
+    with on("gpu"):
+        count = jax.vmap(lambda n: local_training.trips(n), out_axes=None)(
+            jnp.array([2, 5, 3])
+        )
+    assert count == 5
+    assert local_training.trips(4) == 4
+
+
+def test_step_after_a_clients_last_changes_nothing():
+    def step(key, carry, batch: Batch, active=True):
+        seen = jnp.where(active, 1, 0)
+        assert batch.mask.shape == (4,)
+        return carry + seen, jnp.float32(1)
+
+    def run(size):
+        data = local_training.Data(
+            toy.federation().examples, jnp.arange(12), size, lambda x: x, None
+        )
+        options = {"batch_size": 4, "epochs": 2, "keeps": True}
+        return local_training.steps(jax.random.key(0), data, step, 0, **options)
+
+    with on("gpu"):
+        carry, mean, total = jax.vmap(run)(jnp.array([3, 12, 0]))
+    np.testing.assert_array_equal(carry, [2, 6, 0])
+    np.testing.assert_array_equal(total, [2, 6, 0])
+    np.testing.assert_array_equal(mean, [1, 1, 0])
+
+
+def test_compiler_chooses_the_layout_of_examples(monkeypatch):
+    task = toy.task()
+    program = toy.program("fedavg", task)
+    run = functools.partial(
+        rounds.rounds, program, jax.random.key(0), toy.federation(), rounds=2
+    )
+    expected = jax.tree.map(np.array, [result.state for result in run()][-1])
+    monkeypatch.setattr(rounds, "platform", lambda: "gpu")
+    assert rounds.free_layouts(program, toy.federation()) is not None
+    toy.assert_same([result.state for result in run()][-1], expected)

@@ -1,0 +1,235 @@
+"""Options of a task that every method has: loss, mixed examples, local work per client,
+sampling, schedule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pfl import augment, local_training, losses, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.registry import EXCLUDES
+from fedjax_pfl.engine import sampling
+from fedjax_pfl.engine.method import EXCLUDED
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Work
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+Z, Y, MASK = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 0, 1]), np.arange(6) < 5
+QUICK = ("fedavg", "mocha", "fml", "fedmd")
+each_method = pytest.mark.parametrize(
+    "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
+)
+
+
+def trace(method, **options):
+    """Traces a round of a method; nothing is computed."""
+    task, f = toy.method_task(method)._replace(**options), toy.federation()
+    program = toy.program(toy.METHODS[method], task)
+    state = jax.eval_shape(program.init, KEY, program.traced)
+    given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))
+    jax.eval_shape(program.round, *given)
+
+
+@each_method
+def test_a_methods_loss_is_the_tasks_or_the_task_is_refused(method):
+    calls = []
+
+    def loss(logits, y, mask):
+        calls.append(method)
+        return losses.cross_entropy(logits, y, mask)
+
+    if method in EXCLUDES["loss"]:
+        with pytest.raises(InputError, match="takes no `loss` of this kind: "):
+            trace(method, loss=loss)
+    else:
+        trace(method, loss=loss)
+        assert calls
+
+
+@each_method
+def test_mixed_labels_are_learned_or_refused(method):
+    if method in EXCLUDES["mix"]:
+        with pytest.raises(InputError, match="takes no `mix` of this kind: "):
+            trace(method, mix=augment.mixup(0.2))
+    else:
+        trace(method, mix=augment.mixup(0.2))
+
+
+@each_method
+def test_work_per_client_is_done_or_refused(method):
+    work = lambda id, t: Work(lr=1 / (1.0 + id), limit=id)
+    if method in (*EXCLUDES["work"], *EXCLUDES["lr"]):
+        with pytest.raises(InputError, match=r"takes no `(work|lr)` of this kind: "):
+            trace(method, work=work)
+    else:
+        trace(method, work=work)
+
+
+def test_exclusions_name_options_and_methods():
+    assert set(EXCLUDES) == set(EXCLUDED)
+    assert {name for why in EXCLUDES.values() for name in why} <= set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        losses.label_smoothing(0.0),
+        losses.focal(0.0),
+        losses.class_balanced(0.0, np.array([[4, 1, 0], [0, 2, 7]])),
+    ],
+)
+def test_a_neutral_loss_is_the_cross_entropy(loss):
+    toy.assert_close(loss(Z, Y, MASK), losses.cross_entropy(Z, Y, MASK))
+
+
+def test_losses_by_hand():
+    log_p = jax.nn.log_softmax(Z)[np.arange(6), Y][:5]
+    p = np.exp(log_p)
+    toy.assert_close(losses.focal(2.0)(Z, Y, MASK), np.mean(-((1 - p) ** 2) * log_p))
+    smooth = -0.9 * log_p - 0.1 * np.mean(jax.nn.log_softmax(Z)[:5], axis=1)
+    toy.assert_close(losses.label_smoothing(0.1)(Z, Y, MASK), np.mean(smooth))
+    n = np.array([9, 3, 1])
+    w = (1 - 0.5) / (1 - 0.5**n)
+    balanced = losses.class_balanced(0.5, n)(Z, Y, MASK)
+    toy.assert_close(balanced, np.mean(-(w / w.mean())[Y[:5]] * log_p))
+
+
+@pytest.mark.parametrize("mix", [augment.mixup(4.0), augment.cutmix(4.0)])
+def test_mixing_is_among_valid_rows_and_keeps_the_labels_share(mix):
+    x = np.arange(1.0, 7)[:, None, None, None] * np.ones((6, 4, 4, 2))
+    y = np.eye(6)
+    new, labels = mix(KEY, x, y, MASK)
+    toy.assert_close(labels.sum(axis=1), np.ones(6))
+    assert not np.any(labels[:5, 5]) and np.any((labels[:5] > 0) & (labels[:5] < 1))
+    # an image's mean is that of its labels
+    toy.assert_close(new[:5].mean(axis=(1, 2, 3)), labels[:5] @ np.arange(1.0, 7))
+    other = mix(KEY, np.where(MASK[:, None, None, None], x, np.nan), y, MASK)
+    toy.assert_same((new[:5], labels[:5]), (other[0][:5], other[1][:5]))
+
+
+TASK = toy.task("linear")
+
+
+def test_equal_work_is_the_tasks():
+    same = lambda id, t: Work(jnp.float32(1), epochs=jnp.int32(TASK.epochs))
+    plain = toy.train("fedavg", TASK, 2)
+    run = toy.train("fedavg", TASK._replace(work=same), 2)
+    toy.assert_close(run.state, plain.state)
+
+
+def test_smaller_batches_of_all_are_a_task_of_smaller_batches():
+    half = lambda id, t: Work(batch_size=jnp.int32(TASK.batch_size // 2))
+    small = TASK._replace(batch_size=TASK.batch_size // 2)
+    run = toy.train("fedavg", TASK._replace(work=half), 1)
+    toy.assert_close(run.state, toy.train("fedavg", small, 1).state)
+    planned = functools.partial(local_training.planned, sizes=TASK.sizes)
+    toy.assert_same(planned(TASK._replace(work=half)), planned(small))
+
+
+def test_a_straggler_returns_after_its_steps():
+    """With no steps its model is the one it received; with many it does them all."""
+    work = lambda id, t: Work(limit=jnp.where(id == 1, 0, 1000))
+    run = toy.train("local", TASK._replace(work=work), 1)
+    before, after = (toy.rows(s.clients, [1]) for s in (run.begin, run.state))
+    toy.assert_same(before, after)
+    plain = toy.train("local", TASK, 1)
+    others = [0, 2, 4]
+    toy.assert_close(
+        toy.rows(run.state.clients, others), toy.rows(plain.state.clients, others)
+    )
+    steps, _ = local_training.planned(TASK._replace(work=work), TASK.sizes)
+    assert steps[1] == 0 and steps[2] == local_training.planned(TASK, TASK.sizes)[0][2]
+
+
+def test_fednova_with_equal_steps_is_fedavg():
+    task = toy.task("norm", epochs=None, steps=3)
+    toy.assert_close(
+        toy.train("fednova", task, 1).state, toy.train("fedavg", task, 1).state, 1e-5
+    )
+
+
+def test_fednova_moves_by_changes_per_step():
+    task = TASK._replace(work=lambda id, t: Work(epochs=1 + id % 2))
+    run, alone = toy.train("fednova", task, 1), toy.train("local", task, 1)
+    steps, _ = local_training.planned(task, task.sizes)
+    share = task.sizes / task.sizes.sum()
+    start = run.begin.server["head"]["kernel"]
+    change = start[None] - np.asarray(alone.state.clients["head"]["kernel"])
+    each = change / np.maximum(steps, 1)[:, None, None]
+    wanted = start - np.sum(share * steps) * np.tensordot(share, each, 1)
+    toy.assert_close(run.state.server["head"]["kernel"], wanted, 1e-5)
+
+
+def test_clients_are_drawn_by_their_weights():
+    task = TASK._replace(participation=(0.2, 0.2), sampling=lambda key, t: TASK.sizes)
+    draw = jax.vmap(lambda key: sampling.sample(key, task)[0][0])
+    ids = draw(jax.random.split(KEY, 4000))
+    found = np.bincount(ids, minlength=toy.N) / 4000
+    np.testing.assert_allclose(found, TASK.sizes / TASK.sizes.sum(), atol=0.03)
+
+
+def test_too_few_weights_are_an_error():
+    task = TASK._replace(sampling=lambda key, t: jnp.ones(3))
+    with pytest.raises(
+        InputError, match=r"`sampling` must return weights \[5\], got \[3"
+    ):
+        sampling.sample(KEY, task)
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_only_available_clients_take_part(share):
+    available = np.array([[1, 0, 1, 0, 1], [0, 1, 0, 0, 0]])
+    trace = lambda key, t: jnp.asarray(available)[t % 2]
+    task = TASK._replace(participation=(share, share), sampling=trace)
+    for t in range(2):
+        ids, active = sampling.sample(jax.random.fold_in(KEY, t), task, t)
+        assert set(np.asarray(ids[active])) == set(np.flatnonzero(available[t]))
+
+
+def test_a_schedule_scales_the_learning_rate_of_each_round():
+    task = TASK._replace(schedule=lambda t: jnp.where(t == 0, 1.0, 0.0))
+    run = toy.train("fedavg", task, 3)
+    toy.assert_close(run.state, toy.train("fedavg", TASK, 1).state)
+
+
+def test_a_transform_knows_the_client():
+    """An attacker's upload is replaced; the others' are not."""
+
+    def attack(key, upload, default, client):
+        wrong = jax.tree.map(jnp.zeros_like, upload)
+        return jax.tree.map(
+            lambda a, b: jnp.where(client.id < toy.N, a, b), wrong, upload
+        )
+
+    program = simulate.program("fedavg", TASK, transform=attack, checked=False)
+    state = program.init(KEY, program.traced)
+    given = (KEY, program.traced, toy.federation(), state, 0, jnp.bool(False))
+    assert not np.any(program.round(*given)[0].server["head"]["kernel"])
+
+
+def test_reverse_mode_through_two_rounds_agrees_with_finite_differences():
+    program, f = toy.program("fedprox", TASK, {"mu": 0.5}), toy.federation()
+
+    def last_loss(mu):
+        with local_training.bounded():
+            _, found, _, _ = simulate.curve(
+                program, KEY, {"mu": mu}, f, rounds=2, eval_every=0
+            )
+        return jnp.sum(jnp.where(found.active[1], found.loss[1], 0))
+
+    slope = jax.jit(jax.grad(last_loss))(0.5)
+    ahead, behind = (jax.jit(last_loss)(0.5 + h) for h in (0.05, -0.05))
+    np.testing.assert_allclose(slope, (ahead - behind) / 0.1, rtol=0.02)
+
+
+def test_bounded_loops_have_the_same_results():
+    program, f = toy.program("fedavg", TASK), toy.federation()
+    run = lambda: simulate.curve(program, KEY, {}, f, rounds=1)[0]
+    with local_training.bounded():
+        bounded = run()
+    toy.assert_close(run(), bounded)
