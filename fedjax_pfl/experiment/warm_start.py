@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from fedjax_pfl import server_optimizer
 from fedjax_pfl.errors import InputError
@@ -23,10 +24,9 @@ def start(e: Experiment) -> State:
     Raises:
       InputError: the run has no checkpoint, or nothing of it fits.
     """
-    path = str(e.config.init_from)
-    found = results.load(path).state()
-    old = State(server_optimizer.plain(found.server), found.clients)
-    taken: set[str] = set()
+    path, taken = str(e.config.init_from), set[str]()
+    run = results.load(path)
+    old = State(server_optimizer.plain(run.state().server), run.state().clients)
     shared = old.server if isinstance(old.server, dict) else {}
 
     def warm(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
@@ -39,6 +39,9 @@ def start(e: Experiment) -> State:
     state = overlaid(program.unplace(program.init(e.key, traced)), old, taken)
     if not taken:
         raise InputError(f"--init_from={path} has no variables of this run's shapes.")
+    new = [x for x in map(_name, _leaves(state)) if x not in taken]
+    if new and run.config["algo"] == e.config.algo:
+        logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
     return state
 
 
@@ -48,11 +51,10 @@ def overlaid(tree: PyTree, other: PyTree, taken: set[str]) -> PyTree:
     Args:
       taken: gets the names of these leaves.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(other)
-    known = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    known = {_name(pair): pair[1] for pair in _leaves(other)}
 
     def choose(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path)
+        name = _name((path, leaf))
         theirs = known.get(name)
         if theirs is None or theirs.shape != leaf.shape or theirs.dtype != leaf.dtype:
             return leaf
@@ -60,3 +62,11 @@ def overlaid(tree: PyTree, other: PyTree, taken: set[str]) -> PyTree:
         return jnp.asarray(theirs)
 
     return jax.tree_util.tree_map_with_path(choose, tree)
+
+
+_leaves = jax.tree_util.tree_leaves_with_path
+
+
+def _name(pair: tuple[Any, Any]) -> str:
+    """Returns the name of a leaf with its path."""
+    return jax.tree_util.keystr(pair[0], simple=True, separator="/")
