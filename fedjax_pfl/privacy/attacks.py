@@ -63,8 +63,8 @@ def malicious(
     label_flip: they train on the label C - 1 - y. sign_flip, scale and gaussian: they
     train as before and send default - s update, default + s update, or default + s
     times standard normal numbers, where s is `attack_scale` and the update is the
-    upload minus `default` (see `Cohort.mean`). All scores of the other clients are
-    also reported as `benign_*`.
+    upload minus `default` (see `Cohort.mean`). The method's scores of the other clients
+    are also reported as `benign_*`.
 
     Args:
       factory: a method or its name.
