@@ -116,7 +116,10 @@ def ccvr(
             client, state.clients, weight=cohort.sizes, default=server["w"]
         )
         # Means and second moments of the global model's features.
-        zeros = jnp.zeros((width, classes)), jnp.zeros((width, width, classes))
+        zeros = (
+            jnp.zeros((width, classes), jnp.float32),
+            jnp.zeros((width, width, classes), jnp.float32),
+        )
         (first, second), _ = cohort.mean(
             lambda c, own: (moments(c, split.receive(w, own)),),
             own,

@@ -48,7 +48,7 @@ def split_clusters(cluster: Array, cosine: Array, divide: Array) -> Array:
     def one(name, found):
         member = cluster == name
         half = bipartition(cosine, member) & divide[name] & jnp.any(member)
-        return jnp.where(half, jnp.argmax(half), found)
+        return jnp.where(half, jnp.argmax(half).astype(found.dtype), found)
 
     return jax.lax.fori_loop(0, len(cluster), one, cluster)
 

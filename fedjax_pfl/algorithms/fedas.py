@@ -105,7 +105,8 @@ def fedas(
         shared, own = split.send(w)
         # The server divides the mean of F_i w_i by that of F_i.
         trace = fisher(c, w, task.batch_size)
-        upload = {"w": jax.tree.map(lambda x: trace * x, shared), "fisher": trace}
+        scaled = jax.tree.map(lambda x: (trace * x).astype(x.dtype), shared)
+        upload = {"w": scaled, "fisher": trace}
         predict, seen = predictor(c.model, w), {"fisher": trace}
         return Update(upload, {"w": w, "own": own}, predict, value, seen)
 
@@ -122,6 +123,6 @@ def fedas(
         client,
         predict,
         weight=lambda cohort: cohort.trained,
-        default=lambda server: {"w": server, "fisher": jnp.ones(())},
+        default=lambda server: {"w": server, "fisher": jnp.ones((), jnp.float32)},
         server_update=server_update,
     )

@@ -140,8 +140,8 @@ def fedl2g(
         predict,
         weight=lambda cohort: cohort.trained,
         default=lambda server: {
-            "slope": jnp.zeros((classes, classes)),
-            "has": jnp.zeros(classes),
+            "slope": jnp.zeros((classes, classes), jnp.float32),
+            "has": jnp.zeros(classes, jnp.float32),
         },
         server_update=server_update,
         traffic=sent,

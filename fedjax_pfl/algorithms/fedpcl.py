@@ -131,6 +131,7 @@ def fedpcl(
             proto = local_training.class_means(
                 c.train, unit_features, classes, batch_size
             )
+            proto = proto.astype(jnp.float32)
             post = evaluation.post(
                 cohort, c, predictor(c.model, w, proto, c.class_counts > 0)
             )

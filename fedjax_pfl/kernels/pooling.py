@@ -14,7 +14,7 @@ from jax import lax
 from fedjax_pfl.kernels.convolution import current_form, shifts
 from fedjax_pfl.types import Array
 
-NONE = 4  # in place of the number of a window's value: none is positive
+NONE = 4  # instead of the number of a window's value: none is positive
 
 
 def max_pool(x: Array) -> Array:
