@@ -22,7 +22,7 @@ def start(e: Experiment) -> State:
     run's, such as the clients' personal parts; the others are new.
 
     Raises:
-      InputError: the run has no checkpoint, or nothing of it fits.
+      InputError: the run has no checkpoint, or none of its variables fits.
     """
     path, taken = str(e.config.init_from), set[str]()
     run = results.load(path)

@@ -126,19 +126,19 @@ def _attacked(
             state, metrics = method.round(key, state, through)
             uploads.must_send(name, through.means)
         good = ~is_bad(cohort.ids)
-        apart = {
+        benign = {
             f"{BENIGN}{score}": jnp.where(good, x, jnp.nan)
             for score, x in metrics.post.items()
         }
-        return state, metrics._replace(post=metrics.post | apart)
+        return state, metrics._replace(post=metrics.post | benign)
 
     def score(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
         found, good = method.score(outputs, y, mask, c), ~is_bad(c.id)
-        apart = {
+        benign = {
             f"{BENIGN}{name}": jax.tree.map(lambda x: jnp.where(good, x, 0), pair)
             for name, pair in found.items()
         }
-        return found | apart
+        return found | benign
 
     return method._replace(round=round, score=score)
 
