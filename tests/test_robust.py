@@ -157,6 +157,7 @@ def test_malicious_clients_send_what_the_attack_names(attack):
         assert_close(found.state.server, wanted, 1e-5)
 
 
+@pytest.mark.slow
 def test_values_are_checked():
     with pytest.raises(InputError, match="rule"):
         robust.robust("fedavg", "mean_ish")

@@ -147,6 +147,7 @@ def test_padding_of_a_text_never_counts(name):
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_dropout_of_a_transformer_draws_from_the_step():
     model, w = network("transformer")
     x = jnp.asarray(tokens(4, LENGTH))

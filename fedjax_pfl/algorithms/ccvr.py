@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, traffic, trees
-from fedjax_pfl.algorithms.fedgh import descend, head_loss
+from fedjax_pfl.algorithms.prototypes import descend, head_loss
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
 
