@@ -323,12 +323,14 @@ def test_every_upload_is_transformed(method):
     ]
     # what it sends has zeros as the default
     before = [0 * x for x in before] if method == "fd" else before
-    clipped, noisy = served(0), served(1)
+    # FedNova's step is a product of two uploads
+    sigma = 2 if method == "fednova" else 1
+    clipped, noisy = served(0), served(sigma)
     # FedDF distils by a step of Adam of 1e-3
     if method not in MOVES:
         toy.assert_close(clipped, before, 2e-3 if "feddf" in method else 1e-5)
-    toy.assert_same(served(1, ids=IDS[mixed], active=ACTIVE[mixed]), noisy)
-    one, two = (served(1, active=np.isin(IDS, i)) for i in (0, 4))
+    toy.assert_same(served(sigma, ids=IDS[mixed], active=ACTIVE[mixed]), noisy)
+    one, two = (served(sigma, active=np.isin(IDS, i)) for i in (0, 4))
     for pair in ((noisy, clipped), (one, clipped), (two, clipped), (one, two)):
         assert any(np.any(np.abs(x - y) > 5e-3) for x, y in zip(*pair, strict=True))
 
@@ -421,7 +423,6 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "pfedafm": body * ones,
         "fedem": 3 * (body + head) * ones,
         "fedcp": (body + head + policy) * ones,
-        "fedas": (body + 1) * ones,
         "pfl_da": head * ones,
         "fedl2g": C * C * ones,
         "fedsr": (body + head + 8 * 16 + 16) * ones,
@@ -448,6 +449,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 192) * ones, (body + head) * ones),
         "fedpcl": (8 * 11 * ones, 8 * classes),
+        "fedas": (body * ones, (body + 1) * ones),  # up its Fisher information
+        "fednova": ((body + head) * ones, (body + head + 1) * ones),  # up its steps
         "fedcac": (2 * (body + head) * ones, (body + head) * ones),
         "fedtgp": (8 * C * ones, 8 * classes),
         "fedgh": (head * ones, 8 * classes),

@@ -65,8 +65,8 @@ def fedgen(
     """Adds alpha CE(head(G(z, y')), y') to the loss of the client; G minimises CE(sum_k
     p_k head_k(G(z, y')), y') at the server.
 
-    Labels y' are drawn in proportion to all clients' training examples (Eq. 4, 5), and
-    p_k are the shares of the examples.
+    Labels y' are drawn in proportion to all clients' training examples, and p_k are
+    the shares of the examples.
 
     Args:
       alpha: weight of the generated features (α) in [0, inf); 1 as in PFLlib. With 0 it
