@@ -296,7 +296,7 @@ def comparison(
     """Returns a table of text: a row per label, the best first.
 
     Columns: mean over clients before and after local training and of the worst tenth,
-    the share of clients above Local where a run of it is among them, the paper's score
+    the share of clients above Local where there is a run of Local, the paper's score
     and its published number where a preset has one, rounds, megabytes and seconds. ± is
     over seeds.
 
@@ -321,7 +321,7 @@ def comparison(
         if label != FLOOR:
             run = known[of["run"].iloc[0]]
             gains = [above[path] for path in of["run"].unique() if path in above]
-            found[ABOVE] = metrics.text("acc", np.mean(gains)) if gains else ""
+            found[ABOVE] = metrics.text("acc", float(np.mean(gains))) if gains else ""
             found |= _published(seeds, label, run) | _totals(of, run, cost)
         cells[label] = found
         means[label] = of.loc[of["score"] == name, "macro"].mean()
