@@ -1,12 +1,16 @@
 """Figures of a FedDVA run: reconstructions, and what the two latents hold.
 
     python -m benchmarks.latents RUN
+    python -m benchmarks.latents RUN --algo=fedavg,fedrep,ditto --rounds=20
 
-RUN is a run directory. The figures are written to RUN/figures.
+RUN is a run directory. The figures are written to RUN/figures. With flags of `sweep`,
+methods are trained on the latents [z; c] of the run's clients, which are frozen:
+RUN/latents.npz has the posterior means by each client's own encoders.
 """
 
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +21,24 @@ from matplotlib.figure import Figure
 from fedjax_pfl import server_optimizer, trees
 from fedjax_pfl.algorithms.feddva import phases
 from fedjax_pfl.algorithms.feddva.feddva import networks
+from fedjax_pfl.experiment import cli, sweep
 from fedjax_pfl.experiment.results import Run, load
+from fedjax_pfl.models.vae import DualVAE
+from fedjax_pfl.types import PyTree
 
 PER_CLIENT, SHOWN = 200, 8  # test images of a client, and clients and images drawn
+
+
+def models(run: Run) -> tuple[DualVAE, Callable[[int], PyTree]]:
+    """Returns the networks of a run, and the variables of a client at its end."""
+    e, h = run.experiment, run.config["hparams"]
+    names = ("latent", "personal", "hidden", "head")
+    server, clients = server_optimizer.plain(run.state().server), run.state().clients
+
+    def variables(k: int) -> PyTree:
+        return trees.merge(jax.tree.map(lambda x: x[k], clients), server)
+
+    return networks(e.task, *(h[name] for name in names))[0], variables
 
 
 def views(run: Run) -> pd.DataFrame:
@@ -28,16 +47,12 @@ def views(run: Run) -> pd.DataFrame:
     Columns: client, label, kind (type of mark, without marks the client), x and decoded
     [H, W, C] in [-1, 1], z and c (means of the shared and of the personal latent).
     """
-    e, h = run.experiment, run.config["hparams"]
-    names = ("latent", "personal", "hidden", "head")
-    nets, _ = networks(e.task, *(h[name] for name in names))
-    server, clients = server_optimizer.plain(run.state().server), run.state().clients
+    e, (nets, of) = run.experiment, models(run)
     parts = []
     for k in range(e.task.num_clients):
-        own = jax.tree.map(lambda x, k=k: x[k], clients)
         rows = e.partition.test[k, : min(PER_CLIENT, e.partition.test_sizes[k])]
         x: Any = e.dataset.prepare(e.dataset.x[rows])
-        out = phases.forward(nets, trees.merge(own, server), x)
+        out = phases.forward(nets, of(k), x)
         found = {"x": x, "decoded": out.mean, "z": out.latents[:, : -nets.personal]}
         found |= {"c": out.latents[:, -nets.personal :], "label": e.dataset.y[rows]}
         part = pd.DataFrame({name: list(np.asarray(x)) for name, x in found.items()})
@@ -103,9 +118,29 @@ def figures(run: Run) -> dict[str, Figure]:
     return {"reconstructions": images, "latents": latents}
 
 
+def latents(run: Run, batch: int = 256) -> dict[str, np.ndarray]:
+    """Returns arrays x [n, d_z + d_c] and y [n] of the run's data set; rows of no
+    client are 0."""
+    e, p, (nets, of) = run.experiment, run.experiment.partition, models(run)
+    width = run.config["hparams"]["latent"] + run.config["hparams"]["personal"]
+    x = np.zeros((len(e.dataset.y), width), np.float32)
+    encode = jax.jit(lambda w, x: phases.forward(nets, w, x).latents)
+    parts = (p.train, p.train_sizes), (p.val, p.val_sizes), (p.test, p.test_sizes)
+    for k in range(e.task.num_clients):
+        rows = np.concatenate([index[k, : sizes[k]] for index, sizes in parts])
+        for some in np.split(rows, range(batch, len(rows), batch)):
+            x[some] = encode(of(k), e.dataset.prepare(e.dataset.x[some]))
+    return {"x": x, "y": np.asarray(e.dataset.y)}
+
+
 def main() -> None:
-    """Draws the figures of the run of the command line."""
-    run = load(sys.argv[1])
+    """Draws the figures of the run of the command line, or trains on its latents."""
+    run, flags = load(sys.argv[1]), sys.argv[2:]
+    if flags:
+        np.savez(run.path / "latents.npz", **latents(run))
+        data = [f"--dataset=npz:{run.path / 'latents.npz'}"]
+        data += [f"--partition=file:{run.path / 'partition.npz'}"]
+        sys.exit(cli.guarded(lambda: sweep.sweep([*data, *flags])))
     (run.path / "figures").mkdir(exist_ok=True)
     for name, figure in figures(run).items():
         figure.savefig(run.path / "figures" / f"{name}.png")

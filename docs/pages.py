@@ -114,15 +114,12 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def method(name: str) -> str:
     """Returns the page of a method: docstrings, code and its row of the methods."""
     factory = ALGORITHMS[name]
-    readme = (ROOT / "README.md").read_text()
     index = (ROOT / "docs/methods/index.md").read_text()
     row = re.search(rf"^\| `{name}` \| (.*) \|$", index, re.MULTILINE)
-    paper = re.search(rf"\]\((https[^)]+)\)(?:,? `\w+`)*?,? `{name}`", readme)
     title, file, sent, kept, time, architectures = row[1].split(" | ")  # type: ignore[index]
-    link = f" [Paper]({paper[1]})." if paper else ""
-    return f"""# {title}
+    return f"""# {re.sub(r"[][]|[(]http[^ ]*[)]", "", title)}
 
-`--algo={name}`, in {file}.{link}
+{title}: `--algo={name}`, in {file}.
 
 | sent (scalars each way) | kept by a client | time / FedAvg's | architectures |
 |---|---|---|---|

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_pfl import local_training, trees
 from fedjax_pfl.errors import ContractError
@@ -128,6 +129,13 @@ def _check_targets(outputs: Array, y: Array) -> None:
     if getattr(outputs, "shape", None) != y.shape:
         found = getattr(outputs, "shape", type(outputs).__name__)
         raise ContractError(f"the predictor must return {list(y.shape)}, got {found}.")
+
+
+def cross_entropy(outputs: Array, y: Array, mask: Array) -> tuple[Array, Array]:
+    """Computes sum and count over the valid rows of the cross entropy of logits
+    [B, C]."""
+    each = optax.softmax_cross_entropy_with_integer_labels(outputs, y)
+    return jnp.sum(jnp.where(mask, each, 0)), jnp.sum(mask)
 
 
 def ratio(total: Array, count: Array) -> Array:

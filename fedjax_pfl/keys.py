@@ -61,7 +61,7 @@ class Client(Stream):
 
     SHUFFLE = 1, "the order of its examples, epoch by epoch"
     STEP = 2, "its steps, one by one"
-    HEAD_PHASE = 11, "FedRep: training of the head"
+    HEAD_PHASE = 11, "FedRep, FedDVA: training of the head alone"
     FINE_TUNE = 12, "fine-tuning before a prediction"
     SELECT = 31, "FedFomo: which models are received"
     SUBSET = 31, "FedALA: the examples that blending looks at"

@@ -106,6 +106,35 @@ def sq_dist(a: PyTree, b: PyTree) -> Array:
     )
 
 
+def gram(a: PyTree, b: PyTree) -> Array:
+    """Computes inner products [S, N] of the models a [S, ...] and b [N, ...]."""
+
+    def product(x, y):
+        x, y = (z.reshape(len(z), -1).astype(jnp.float32) for z in (x, y))
+        return jnp.dot(x, y.T, precision=jax.lax.Precision.HIGHEST)
+
+    products = map(product, jax.tree.leaves(a), jax.tree.leaves(b))
+    return sum(products, jnp.zeros(()))
+
+
+def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
+    """Computes u_i = w_i + sum_j xi_ij (w_j - w_i): [S, ...] from the others' weights
+    [S, N], all models w [N, ...], ids [S]."""
+    total = jnp.sum(xi, axis=1)
+
+    def mix(x):
+        own, rest = x[ids].astype(jnp.float32), x.astype(jnp.float32)
+        # Relative to the first model: where all are equal, or no other weighs, u_i is
+        # w_i to the last bit.
+        change = jnp.tensordot(
+            xi, rest - rest[:1], axes=1, precision=jax.lax.Precision.HIGHEST
+        )
+        moved = own + change - expand(total, x.ndim) * (own - rest[:1])
+        return moved.astype(x.dtype)
+
+    return jax.tree.map(mix, w)
+
+
 def partition(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree into (leaves where `mask`, the others), each with holes; `mask`
     holds Python booleans."""

@@ -52,11 +52,11 @@ def test_statistics_and_draws_that_change_are_named():
     model = toy.task("linear").model
     made = own_network.Given(
         model,
-        model.init(own_network.KEY),
+        model.init(jax.random.key(0)),
         own_network.Batch(*(4 * [jnp.ones(8, int)])),
         None,
     )
-    x = jax.random.normal(own_network.KEY, (8, *toy.SHAPE))
+    x = jax.random.normal(jax.random.key(0), (8, *toy.SHAPE))
     batch = own_network.Batch(
         x, jnp.arange(8) % toy.C, jnp.ones(8, bool), jnp.arange(8)
     )

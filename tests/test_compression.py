@@ -21,6 +21,7 @@ def test_the_largest_numbers_travel():
     assert rule.size(UPDATE) == (3, 3)
 
 
+@pytest.mark.slow
 def test_quantisation_has_no_bias_and_few_levels():
     rule = compression.qsgd(4)
     draws = jax.vmap(lambda key: rule.apply(key, UPDATE))(jax.random.split(KEY, 4000))

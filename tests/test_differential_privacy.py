@@ -135,6 +135,7 @@ def test_gradients_per_example_are_clipped_and_noisy():
     assert abs(jnp.std(noisy["a"]) - 3) < 0.15
 
 
+@pytest.mark.slow
 def test_without_clipping_examples_train_as_batches():
     plain = toy.train("ditto", toy.task(), rounds=1)
     alone = toy.task(per_example=dp.per_example(LARGE, 0.0))

@@ -94,6 +94,19 @@ def test_mixture_bound_is_the_double_loop(offset):
     close(dva.mixture_bound(q, MASK)[valid], np.array(slow)[valid], 1e-4)
 
 
+def test_a_floor_keeps_the_variances_of_equal_posteriors_from_shrinking():
+    """Without one the bound is the same for all equal posteriors; with one a client
+    that narrows them pays."""
+    valid = jnp.ones(6, bool)
+
+    def bound(log_var, floor):
+        q = Gaussian(jnp.zeros((6, 2)), jnp.full((6, 2), log_var))
+        return dva.mixture_bound(q, valid, floor)[0]
+
+    slopes = [jax.grad(bound)(-6.0, floor) for floor in (0.0, 0.01)]
+    close(jnp.stack(slopes), [0.0, np.exp(-6.0) / (np.exp(-6.0) + 0.01) - 1], 1e-4)
+
+
 def test_mixture_bound_of_one_example_or_equal_ones_is_zero():
     q = gaussian(0)
     assert abs(dva.mixture_bound(q, jnp.arange(6) == 4)[4]) < 1e-6

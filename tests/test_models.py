@@ -628,7 +628,7 @@ class Pair(nnx.Module):
         ),
         (
             (lambda shape, classes: None, (6,), 3),
-            r"must take the arguments \(input_shape, num_classes, rngs\) \(too many",
+            r"must take the arguments \(input_shape, num_classes, rngs\).*\(too many",
         ),
         (
             (lambda shape, classes, *, seed: None, (6,), 3),

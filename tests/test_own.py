@@ -58,7 +58,7 @@ MISTAKES = {  # kind, function (or the file's name): what is said
     (
         "model",
         "def f(shape): pass",
-    ): r"arguments \(input_shape, num_classes, rngs\) \(too many positional",
+    ): r"arguments \(input_shape, num_classes, rngs\).*\(too many positional",
     (
         "model",
         "def f(s, c, rngs): 1 / 0",

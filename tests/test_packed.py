@@ -61,6 +61,7 @@ def shared_kernel(block, padding):
     )(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "of",
     [gradient, *map(toy.slow, (curvature, gradient_of_gradient, shared_kernel))],

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import toy
-from absl import logging
 from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import averaging, simulate, trees
@@ -390,18 +389,6 @@ def test_what_is_fine_tuned(method):
     }
     assert off["head"] < 1e-4 < 1e-2 < min(off["body"], off["all"])
     assert np.abs(logits["body"] - logits["all"]).max() > 1e-2
-
-
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedbabu"])
-def test_a_network_without_a_body_to_share_is_said(method, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        logging, "log_first_n", lambda level, text, n: said.append(text)
-    )
-    ALGORITHMS[method](MLP)
-    assert not said
-    ALGORITHMS[method](toy.task("linear"))
-    assert len(said) == 1 and "nothing is averaged" in said[0]
 
 
 @pytest.mark.slow

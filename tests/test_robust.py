@@ -92,16 +92,18 @@ def test_the_layout_changes_nothing():
     under = robust.robust("fedavg", "trimmed_mean")
     f, key = toy.federation(), jax.random.key(3)
 
-    def run(width):
-        program = simulate.program(under, toy.task(), width=width, checked=False)
+    def run(width, devices=1):
+        layout = {"width": width, "devices": devices, "checked": False}
+        program = simulate.program(under, toy.task(), **layout)
         start = program.init(key, program.traced)
         step = jax.jit(program.round)
         return step(key, program.traced, f, start, 0, False)[0].server
 
     assert_close(run(1), run(3), 1e-6)
+    assert_close(run(1), run(2, devices=2), 1e-6)
 
 
-def test_two_thirds_of_the_way_attackers_are_outvoted():
+def test_an_attacker_is_outvoted():
     """One of five clients sends a huge update: the mean is lost, the median is not."""
     attacked = attacks.malicious("fedavg", 0.2, "scale")
     start = toy.train("fedavg", toy.task(), rounds=0).begin.server
@@ -155,6 +157,7 @@ def test_malicious_clients_send_what_the_attack_names(attack):
         assert_close(found.state.server, wanted, 1e-5)
 
 
+@pytest.mark.slow
 def test_values_are_checked():
     with pytest.raises(InputError, match="rule"):
         robust.robust("fedavg", "mean_ish")

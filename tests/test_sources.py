@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets, federate, images, partitioners, shifts
 from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.config import Config
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +201,23 @@ def test_shifts_that_are_none_are_refused():
         shifts.parse("rotat:1")
     with pytest.raises(InputError, match="must be KIND:V1,V2"):
         shifts.parse("rotate")
+
+
+def test_a_folder_per_client_trains_on_augmented_images(tmp_path):
+    path = folder(tmp_path / "photos", classes=("cat", "dog", "eel"))
+    e = build(
+        Config(
+            algo="fedper",
+            dataset=f"imagefolder:{path}",
+            partition="natural:client",
+            clients=None,
+            model="linear",
+            augment="crop_flip",
+            width="1",
+            devices="1",
+        )
+    )
+    assert e.config.clients == 2 and e.task.class_counts.sum() == 18
+    first, last = simulate.rounds(e.program, e.key, e.federation, rounds=1)
+    assert np.isfinite(first.metrics.loss).all()
+    assert set(last.pre) >= {"acc"} and len(last.pre["acc"]) == 2

@@ -11,7 +11,7 @@ import toy
 
 from fedjax_pfl import augment, local_training, losses, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.algorithms.registry import EXCLUDES
+from fedjax_pfl.algorithms.registry import EXCLUDES, ON_TARGETS
 from fedjax_pfl.engine import sampling
 from fedjax_pfl.engine.method import EXCLUDED
 from fedjax_pfl.errors import InputError
@@ -71,7 +71,9 @@ def test_work_per_client_is_done_or_refused(method):
 
 
 def test_exclusions_name_options_and_methods():
-    assert set(EXCLUDES) == set(EXCLUDED)
+    # `label` excludes every method that is not in ON_TARGETS
+    assert set(EXCLUDES) == set(EXCLUDED) - {"label"}
+    assert set(ALGORITHMS) >= ON_TARGETS
     assert {name for why in EXCLUDES.values() for name in why} <= set(ALGORITHMS)
 
 

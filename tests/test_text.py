@@ -4,6 +4,7 @@ position."""
 import functools
 import gzip
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,7 @@ def test_padding_of_a_text_never_counts(name):
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_dropout_of_a_transformer_draws_from_the_step():
     model, w = network("transformer")
     x = jnp.asarray(tokens(4, LENGTH))
@@ -325,3 +327,24 @@ def test_files_of_texts(tmp_path):
 def test_networks_of_tokens_refuse_other_inputs():
     with pytest.raises(InputError, match="'gru' needs tokens"):
         models.model("gru", (8, 8, 1), 3)
+
+
+def test_ag_news_is_read_from_tfds():
+    folder = os.environ.get("TFDS_DATA_DIR", "")
+    if not os.path.isdir(os.path.join(folder, "ag_news_subset")):
+        pytest.skip(f"TFDS_DATA_DIR={folder} does not hold ag_news_subset")
+    data = datasets.load("ag_news_subset")
+    assert data.num_classes == 4 and data.x.shape[1] == 200
+    assert data.num_train < len(data.y) and set(np.unique(data.y)) == {0, 1, 2, 3}
+    assert data.x[:, 0].all() and not data.x[:, -1].all()  # padded at the end
+
+
+def test_speakers_of_real_plays():
+    folder = os.environ.get("FEDJAX_PFL_REAL", "")
+    path = os.path.join(folder, "shakespeare_by_speaker.json.gz")
+    if not os.path.isfile(path):
+        pytest.skip(f"FEDJAX_PFL_REAL={folder} does not hold {os.path.basename(path)}")
+    data = datasets.load(f"text:{path}")
+    assert len(set(data.columns["speaker"])) > 1000
+    inside = data.x[:, 1:] > 0
+    assert np.array_equal(data.x[:, 1:][inside], data.y[:, :-1][inside])

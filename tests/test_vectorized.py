@@ -92,6 +92,7 @@ def test_runs_at_once_are_the_runs_one_by_one(method):
     assert not np.allclose(*(result.metrics.loss for result in found[0]))
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_leaves_the_others_as_they_are():
     programs, given = runs_of("ditto"), federations()
     wild = [programs[0], programs[1]._replace(traced=programs[1].traced | {"lr": 1e38})]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, traffic, trees
-from fedjax_pfl.algorithms.fedgh import descend, head_loss
+from fedjax_pfl.algorithms.prototypes import descend, head_loss
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
 
@@ -116,8 +116,10 @@ def ccvr(
             client, state.clients, weight=cohort.sizes, default=server["w"]
         )
         # Means and second moments of the global model's features.
-        zeros = jnp.zeros((width + width**2, classes), jnp.float32)
-        zeros = zeros[:width], zeros[width:].reshape(width, width, classes)
+        zeros = (
+            jnp.zeros((width, classes), jnp.float32),
+            jnp.zeros((width, width, classes), jnp.float32),
+        )
         (first, second), _ = cohort.mean(
             lambda c, own: (moments(c, split.receive(w, own)),),
             own,

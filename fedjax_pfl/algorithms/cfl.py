@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
-from fedjax_pfl.algorithms.fedamp import gram
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
@@ -90,7 +89,7 @@ def cfl(
 
     def divided(update, here, cluster, t):
         # The clusters after this round's splits.
-        product = gram(params(update), params(update))
+        product = trees.gram(params(update), params(update))
         norm = jnp.sqrt(jnp.maximum(jnp.diag(product), 0))
         cosine = product / jnp.maximum(norm[:, None] * norm[None], 1e-12)
         same = cluster[:, None] == cluster[None]

@@ -27,17 +27,6 @@ from fedjax_pfl.types import (
 TINY = 1e-12
 
 
-def gram(a: PyTree, b: PyTree) -> Array:
-    """Computes inner products [S, N] of the models a [S, ...] and b [N, ...]."""
-
-    def product(x, y):
-        x, y = (z.reshape(len(z), -1).astype(jnp.float32) for z in (x, y))
-        return jnp.dot(x, y.T, precision=jax.lax.Precision.HIGHEST)
-
-    products = map(product, jax.tree.leaves(a), jax.tree.leaves(b))
-    return sum(products, jnp.zeros(()))
-
-
 def square_norms(w: PyTree) -> Array:
     """Computes ||w_i||^2 [N] of models w [N, ...]."""
     squares = (
@@ -57,7 +46,7 @@ def square_distances(w: PyTree, ids: Array) -> Array:
         return x - jnp.mean(x, axis=0, keepdims=True)
 
     w = jax.tree.map(centred, w)
-    norms, products = square_norms(w), gram(trees.gather(w, ids), w)
+    norms, products = square_norms(w), trees.gram(trees.gather(w, ids), w)
     return jnp.maximum(norms[ids][:, None] + norms[None] - 2 * products, 0)
 
 
@@ -78,24 +67,6 @@ def weights(
     total = jnp.sum(xi, axis=1)
     excess = total > 1
     return xi * jnp.where(excess, 1 / jnp.where(excess, total, 1), 1)[:, None], excess
-
-
-def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
-    """Computes u_i = w_i + sum_j xi_ij (w_j - w_i): [S, ...] from the others' weights
-    [S, N], all models w [N, ...], ids [S]."""
-    total = jnp.sum(xi, axis=1)
-
-    def mix(x):
-        own, rest = x[ids].astype(jnp.float32), x.astype(jnp.float32)
-        # Relative to the first model: where all are equal, or no other weighs, u_i is
-        # w_i to the last bit.
-        change = jnp.tensordot(
-            xi, rest - rest[:1], axes=1, precision=jax.lax.Precision.HIGHEST
-        )
-        moved = own + change - trees.expand(total, x.ndim) * (own - rest[:1])
-        return moved.astype(x.dtype)
-
-    return jax.tree.map(mix, w)
 
 
 @register("fedamp")
@@ -144,7 +115,7 @@ def fedamp(
         xi, rescaled = weights(d2, others, alpha, sigma)
         self_weight = jnp.maximum(1 - jnp.sum(xi, axis=1), 0)
         seen = {"self_weight": self_weight, "rescaled": rescaled}
-        return mixtures(xi, server["w"], ids), seen
+        return trees.mixtures(xi, server["w"], ids), seen
 
     def round(key, state, cohort):
         # A matrix product may round a row by its position, so rows are sorted by id.

@@ -22,6 +22,7 @@ from flax import nnx
 
 from fedjax_pfl import (
     averaging,
+    evaluation,
     hyperparameters,
     keys,
     local_training,
@@ -43,6 +44,7 @@ from fedjax_pfl.types import (
 
 # W_i^fe, W_i^hd and Theta_i: updated by local training
 PARTS = ("body", "head", "policy")
+HEADS = ("global", "personal")  # prefixes of the scores of one head alone
 TINY = 1e-12
 NORMS: dict[str, Callable[..., Any]] = {
     "layer": lambda size, rngs: nnx.LayerNorm(
@@ -252,7 +254,9 @@ def fedcp(
       round receive the model (their code sends the extractor to all). The frozen
       extractor normalises by the batch, as in their code; the running statistics of
       extractor and CPN follow bn_stats. `pir` is the paper's personalisation ratio, the
-      mean of s over samples and features, averaged over the local steps. Each added
+      mean of s over samples and features, averaged over the local steps. `global_acc`
+      and `personal_acc` score each head alone, on its gated features; `test_loss` is of
+      the model as received and after training (their Figure 6). Each added
       layer of the CPN is followed by the activation. The head must be one linear layer:
       their code's product of several layers' weights is not implemented. With gumbel,
       examples at the same position of different test batches share their noise. The
@@ -288,7 +292,16 @@ def fedcp(
         return w, Frozen(server["body"], server["head"], vector)
 
     def predictor(w, frozen, c):
-        return lambda x, mask: apply(w, frozen, x, mask, False, c.key)[0]
+        def predict(x, mask):
+            out, h, s, _ = apply(w, frozen, x, mask, False, c.key)
+            if not on.gh:
+                return out
+            parts = (h, h) if s is None else ((1 - s) * h, s * h)
+            heads = frozen.head, w["head"]
+            alone = [model.head(*pair) for pair in zip(heads, parts, strict=True)]
+            return jnp.stack([out, *alone], axis=-1)
+
+        return predict
 
     def client(c, server, row):
         # Extractor, personal head and CPN are trained (Eq. 8).
@@ -306,4 +319,13 @@ def fedcp(
         return predictor(w, frozen, c)
 
     averages = (*averaging.BODY_AND_HEAD, "policy")
-    return averaging.from_client(init, client, predict, averages=averages)
+
+    def score(outputs, y, mask, c):
+        if on.gh:
+            found = averaging.score_paired(outputs, y, mask, c, names=HEADS)
+            outputs = outputs[..., 0]
+        else:
+            found = evaluation.classification(outputs, y, mask, c)
+        return found | {"test_loss": evaluation.cross_entropy(outputs, y, mask)}
+
+    return averaging.from_client(init, client, predict, score=score, averages=averages)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, traffic, trees
-from fedjax_pfl.algorithms.fedamp import gram
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
@@ -31,7 +30,7 @@ def partner(w: PyTree, t: Array, select: str) -> Array:
     own = jnp.eye(count, dtype=bool)
     if select == "order":
         return (jnp.arange(count) + t % max(count - 1, 1) + 1) % count
-    product = gram(w, w)
+    product = trees.gram(w, w)
     norm = jnp.sqrt(jnp.diag(product))
     cosine = product / jnp.maximum(norm[:, None] * norm[None], 1e-12)
     sign = 1 if select == "lowest" else -1

@@ -8,7 +8,6 @@ clients (AAAI 2022), Algorithm 1.
 import functools
 from typing import Annotated
 
-import jax
 import jax.numpy as jnp
 from annotated_types import Ge
 
@@ -20,32 +19,16 @@ from fedjax_pfl import (
     losses,
     traffic,
 )
+from fedjax_pfl.algorithms.prototypes import predictor
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
     Algorithm,
-    Model,
     Own,
-    Predictor,
-    PyTree,
     State,
     Task,
     Update,
 )
-
-
-def predictor(model: Model, w: PyTree, server: PyTree) -> Predictor:
-    """Returns logits [B, C, 2]: the head's, and <h, P_l> - |P_l|^2 / 2, largest for the
-    known prototype nearest to h."""
-
-    def predict(x, mask):
-        h, _ = model.features(w, x, mask=mask, train=False)
-        near = jnp.dot(h, server["proto"], precision=jax.lax.Precision.HIGHEST)
-        near = near - jnp.sum(server["proto"] ** 2, axis=0)[None] / 2
-        near = jnp.where(server["known"][None], near, -jnp.inf)
-        return jnp.stack([model.head(w["head"], h), near], axis=-1)
-
-    return predict
 
 
 @register("fedproto", several_architectures=True)

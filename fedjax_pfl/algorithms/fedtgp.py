@@ -23,8 +23,7 @@ from fedjax_pfl import (
     models,
     traffic,
 )
-from fedjax_pfl.algorithms.fedgh import Draw, descend
-from fedjax_pfl.algorithms.fedproto import predictor
+from fedjax_pfl.algorithms.prototypes import Draw, descend, predictor
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
-from fedjax_pfl.algorithms.fedamp import mixtures
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
@@ -69,10 +68,10 @@ def pfedsim(
     def mixed(server, ids):
         phi = jnp.where(jnp.eye(n, dtype=bool), LARGEST, server["phi"])
         others = jnp.arange(n)[None] != ids[:, None]
-        # mixtures gives the client itself the rest.
+        # trees.mixtures gives the client itself the rest.
         a = jnp.where(others, weights(phi)[ids], 0)
         w = server["w"]
-        return mixtures(a, {k: w[k] for k in w if k != "head"}, ids)
+        return trees.mixtures(a, {k: w[k] for k in w if k != "head"}, ids)
 
     def round(key, state, cohort):
         server, warm = state.server, cohort.round < jnp.round(warmup * rounds)

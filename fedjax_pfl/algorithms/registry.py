@@ -32,8 +32,10 @@ EXCLUDES: dict[str, dict[str, str]] = {
         ("mocha", "pfedc", "privacy_pfedc", "fedproto", "fd", "fedem", "fedrod"),
         _LABELS,
     )
-    | dict.fromkeys(("fedntd", "fedpac", "feddva", "fedtgp", "fedpcl"), _LABELS)
-    | dict.fromkeys(("gpfl", "fedsr", "fedl2g"), _LABELS)
+    | dict.fromkeys(
+        ("fedntd", "fedpac", "feddva", "fedas", "fedtgp", "fedl2g"), _LABELS
+    )
+    | dict.fromkeys(("gpfl", "fedsr", "fedpcl"), _LABELS)
     | dict.fromkeys(_PUBLIC, _ROWS),
     "positions": dict.fromkeys(
         ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS

@@ -154,17 +154,23 @@ def restricted(dataset: Dataset, rows: np.ndarray) -> Dataset:
       rows: training examples of the clients that train.
     """
     assert dataset.words is not None
-    next_token = dataset.positions is not None
     used = np.zeros(len(dataset.words), bool)
     used[[PADDING, UNKNOWN]] = True
     used[dataset.x[rows]] = True
-    if next_token:
+    if dataset.positions is not None:
         labels = dataset.y[rows]
         used[labels[labels >= 0]] = True
-    number = np.where(used, np.cumsum(used) - 1, UNKNOWN).astype(np.int32)
-    words = tuple(w for w, kept in zip(dataset.words, used, strict=True) if kept)
+    pairs = zip(dataset.words, used, strict=True)
+    return using(dataset, tuple(word for word, kept in pairs if kept))
+
+
+def using(dataset: Dataset, words: tuple[str, ...]) -> Dataset:
+    """Returns the data set with its tokens numbered by another vocabulary."""
+    assert dataset.words is not None
+    known = {word: i for i, word in enumerate(words)}
+    number = np.array([known.get(w, UNKNOWN) for w in dataset.words], np.int32)
     found = dataset._replace(x=number[dataset.x], words=words)
-    if next_token:
+    if dataset.positions is not None:
         y = np.where(dataset.y >= 0, number[dataset.y], -1)
         found = found._replace(y=y, num_classes=len(words))
     return found

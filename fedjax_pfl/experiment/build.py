@@ -176,6 +176,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if dataset.words is not None:  # the vocabulary of the clients that train
         own = select(everybody, trained)
         dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
+        if public is not None and public.words is not None:
+            public = tokens.using(public, dataset.words or ())
     task = make_task(config, dataset, everybody)
     if public is not None:
         task = simulate.with_public(task, public)

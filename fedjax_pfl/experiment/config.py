@@ -201,6 +201,9 @@ class Config:
     matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
         _field("default", "precision of matrix products and convolutions")
     )
+    init_from: str | None = _field(
+        None, "run directory whose last checkpoint has the variables to start from"
+    )
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _field(0, "random seed")
     eval_every: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         1, "rounds between evaluations; 0: only after the last round"

@@ -33,6 +33,7 @@ STYLE: Any = {
     "figure.dpi": 150,
 }
 _BASELINE: Any = {"color": "0.35", "linewidth": 1, "linestyle": (0, (1, 3))}
+_THIN: Any = {"color": "0.6", "linewidth": 0.5, "alpha": 0.5, "zorder": 1}
 _TITLES = {
     "pre": "Before local training",
     "post": "After local training",
@@ -149,6 +150,34 @@ def clients(runs: Sequence[Run]) -> Figure:
     return _finish(figure, panels[0], f"test {score} of a client")
 
 
+def own_values(runs: Sequence[Run]) -> Figure | None:
+    """Draws the methods' own values by round, such as mixing weights, if there are any.
+
+    A curve per label is the mean over clients; of a single run there is a thin one per
+    client, else bands are one standard deviation over clients and seeds.
+    """
+    names = results.labels(runs)
+    parts = [run.scores.assign(label=names[str(run.path)]) for run in runs]
+    table = pd.concat(parts)
+    table = table[table["point"] == metrics.OWN]
+    if table.empty:
+        return None
+    shown = table["score"].unique()
+    figure, panels = _panels(len(shown))
+    styles = _styles(table["label"].unique())
+    for axes, name in zip(panels, shown, strict=True):
+        for label, rows in table[table["score"] == name].groupby("label", sort=False):
+            by = rows.groupby("round")["value"].agg(["mean", "std"])
+            spread = by["std"].fillna(0) * (len(runs) > 1)
+            style = {"label": label, **styles[label]}
+            _line(axes, by.index + 1, by["mean"], spread, "", **style)
+        for _, rows in table[table["score"] == name].groupby("client"):
+            if len(runs) == 1:
+                axes.plot(rows["round"] + 1, rows["value"], **_THIN)
+        axes.set(title=name, xlabel="rounds")
+    return _finish(figure, panels[0], "value of a client")
+
+
 def partition(class_counts: Any, title: str = "") -> Figure:
     """Draws clients by classes; the area of a bubble is the number of examples.
 
@@ -174,6 +203,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     same = [run for run in runs if run.headline[0] == score]
     table = results.frame(same)
     found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
+    if (own := own_values(same)) is not None:
+        found["values"] = own
     drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)
     return {"curves": drawn} | found
 

@@ -53,6 +53,7 @@ TITLES = {
     "best10": "best 10 %",
     "clients": "clients",
 }
+OWN = "method"  # in scores.jsonl: the method's own values of a round's participants
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 OF = "@"  # in a score of one architecture's clients: acc@lenet
 _SHARES = {"acc", "accuracy", "recall", "bal", "auc", "ap", "f1", "ece"}
@@ -138,7 +139,8 @@ def points(result: simulate.Result) -> dict[str, dict[str, np.ndarray]]:
 
 
 def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
-    """Returns the row of scores.jsonl: participants, their losses, scores per client.
+    """Returns the row of scores.jsonl: participants, their losses and the method's own
+    values, scores per client.
 
     Args:
       more: {point: {score: [clients]}} of further clients.
@@ -148,6 +150,8 @@ def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
         active = result.metrics.active
         row["ids"] = result.metrics.ids[active].tolist()
         row["loss"] = _plain(result.metrics.loss[active])
+        if own := result.metrics.clients:
+            row[OWN] = {name: _plain(x[active]) for name, x in own.items()}
         post = {name: x[active] for name, x in result.metrics.post.items()}
         if any(np.isfinite(x).any() for x in post.values()):
             row["post"] = {name: _plain(x) for name, x in post.items()}

@@ -21,8 +21,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.experiment import cli, results
-from fedjax_pfl.experiment.build import Experiment, method
+from fedjax_pfl.experiment import cli
+from fedjax_pfl.experiment.build import Experiment, build, method
+from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.privacy import reconstruction
 from fedjax_pfl.types import PyTree, State
 
@@ -143,21 +144,22 @@ def picture(found: dict[str, Any]) -> Figure:
 
 def write(path: str | Path, **options: Any) -> dict[str, Any]:
     """Attacks clients of one run, writes the files and returns the row of the table."""
-    run = results.load(path)
-    e = run.experiment
+    directory = RunDirectory(path)
+    # the derivative of an update compiles fastest with XLA's convolutions
+    e = build(directory.config.replace(conv="xla", devices="1", client_memory="device"))
     if len(e.task.models) > 1:
         raise InputError("A reconstruction needs clients of one architecture.")
     t, state = 0, None
     if options.get("round", 0):
-        t, state = run.checkpoint
+        t, state = directory.restore(e)
     with e.precision():
         if state is None:
             program = e.on_one_device()
-            state = jax.device_get(program.unplace(program.init(e.key, program.traced)))
-        found = attack(e, state, t, **options)
+            state = program.unplace(program.init(e.key, program.traced))
+        found = attack(e, jax.tree.map(jnp.asarray, state), t, **options)
     row = {"method": e.config.algo, "round": t}
     row |= {name: float(np.mean(found[name])) for name in ("psnr", "ssim", "distance")}
-    file = run.path / "reconstruction"
+    file = directory.path / "reconstruction"
     file.with_suffix(".json").write_text(json.dumps(row | options, indent=1))
     picture(found).savefig(file.with_suffix(".png"))
     return row

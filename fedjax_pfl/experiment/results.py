@@ -33,6 +33,7 @@ DATA = (
 )
 COSTS = {"completed": "rounds", "megabytes": "MB", "seconds": "seconds"}
 FLOOR = "majority baseline"
+ABOVE = "clients above Local (%)"
 _COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
 _ROUNDING = 1e-6  # scores are float32
 
@@ -57,12 +58,15 @@ class Run:
 
     @functools.cached_property
     def scores(self) -> pd.DataFrame:
-        """Every client's scores: columns round, point, score, client and value."""
-        rows = []
+        """Every client's scores: columns round, point, score, client and value.
+
+        The point `method` has the method's own values, such as mixing weights.
+        """
+        rows, trained = [], ("post", metrics.OWN)
         for row in RunDirectory(self.path).rows("scores.jsonl"):
-            for point in metrics.POINTS:
+            for point in (*metrics.POINTS, metrics.OWN):
                 for score, values in row.get(point, {}).items():
-                    ids = row["ids"] if point == "post" else range(len(values))
+                    ids = row["ids"] if point in trained else range(len(values))
                     pairs = zip(ids, values, strict=True)
                     rows += [(row["round"], point, score, *pair) for pair in pairs]
         columns = ["round", "point", "score", "client", "value"]
@@ -292,8 +296,9 @@ def comparison(
     """Returns a table of text: a row per label, the best first.
 
     Columns: mean over clients before and after local training and of the worst tenth,
-    the paper's score and its published number where a preset has one, rounds, megabytes
-    and seconds. ± is over seeds.
+    the share of clients above Local where the runs include it, the paper's score
+    and its published number where a preset has one, rounds, megabytes and seconds. ± is
+    over seeds.
 
     Args:
       rows: of one evaluation per run, from `last` or `best`.
@@ -310,17 +315,41 @@ def comparison(
         "worst 10 %": ("pre", "worst10"),
         f"{unit} after": ("post", "macro"),
     }
-    cells, means = {}, {}
+    cells, means, above = {}, {}, above_local(runs)
     for label, of in rows.groupby("label", sort=False):
         found = {t: cell(seeds, label, p, name, x) for t, (p, x) in shown.items()}
         if label != FLOOR:
             run = known[of["run"].iloc[0]]
+            gains = [above[path] for path in of["run"].unique() if path in above]
+            found[ABOVE] = metrics.text("acc", float(np.mean(gains))) if gains else ""
             found |= _published(seeds, label, run) | _totals(of, run, cost)
         cells[label] = found
         means[label] = of.loc[of["score"] == name, "macro"].mean()
     order = sorted(cells, key=means.__getitem__, reverse=better == "max")
     result = pd.DataFrame(cells).T.loc[order].fillna("")
     return result.loc[:, (result != "").any()].rename_axis("method")
+
+
+def above_local(runs: Sequence[Run]) -> dict[str, float]:
+    """Returns the share of clients that score above Local, {path: share}.
+
+    Compared are the headline's last values after local training, with the run of
+    `local` of the same data and seed; runs without one are left out.
+    """
+    shown = {str(run.path): run for run in runs}
+    last, group = {}, {}
+    for path, run in shown.items():
+        rows = run.scores[run.scores["score"] == run.headline[0]]
+        last[path] = rows[rows["point"] == "post"].groupby("client")["value"].last()
+        group[path] = tuple(run.config.get(name) for name in (*DATA, "seed"))
+    local = {group[x]: last[x] for x in shown if shown[x].config["algo"] == "local"}
+    found = {}
+    for path, run in shown.items():
+        if run.config["algo"] != "local" and group[path] in local:
+            sign = 1 if run.headline[1] == "max" else -1
+            gain = sign * (last[path] - local[group[path]]).dropna()
+            found[path] = float((gain > 0).mean())
+    return found
 
 
 def cell(

@@ -20,6 +20,7 @@ from fedjax_pfl.experiment import (
     metrics,
     results,
     text,
+    warm_start,
 )
 from fedjax_pfl.experiment.build import Experiment, build, num_parameters
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -155,7 +156,7 @@ def _options(
 ) -> dict[str, Any]:
     """Returns the other arguments of `simulate.rounds`."""
     state = None
-    if start:
+    if states:
         pairs = zip(experiments, states, strict=True)
         placed = [each.program.place(state) for each, state in pairs]
         several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *placed)
@@ -254,6 +255,8 @@ def _execute(
     start, states = opened[0][0], [state for _, state in opened if state is not None]
     if any(step != start for step, _ in opened):
         raise InputError("Runs at once must go on from the same round.")
+    if configs[0].init_from is not None and not start:
+        states = [warm_start.start(each) for each in experiments]
     say(describe(experiments[0], directories))
     begin = time.perf_counter()
     functions = compiled(experiments)

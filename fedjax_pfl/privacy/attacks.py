@@ -63,8 +63,8 @@ def malicious(
     label_flip: they train on the label C - 1 - y. sign_flip, scale and gaussian: they
     train as before and send default - s update, default + s update, or default + s
     times standard normal numbers, where s is `attack_scale` and the update is the
-    upload minus `default` (see `Cohort.mean`). All scores of the other clients are
-    also reported as `benign_*`.
+    upload minus `default` (see `Cohort.mean`). The method's scores of the other clients
+    are also reported as `benign_*`.
 
     Args:
       factory: a method or its name.
@@ -126,19 +126,19 @@ def _attacked(
             state, metrics = method.round(key, state, through)
             uploads.must_send(name, through.means)
         good = ~is_bad(cohort.ids)
-        apart = {
+        benign = {
             f"{BENIGN}{score}": jnp.where(good, x, jnp.nan)
             for score, x in metrics.post.items()
         }
-        return state, metrics._replace(post=metrics.post | apart)
+        return state, metrics._replace(post=metrics.post | benign)
 
     def score(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
         found, good = method.score(outputs, y, mask, c), ~is_bad(c.id)
-        apart = {
+        benign = {
             f"{BENIGN}{name}": jax.tree.map(lambda x: jnp.where(good, x, 0), pair)
             for name, pair in found.items()
         }
-        return found | apart
+        return found | benign
 
     return method._replace(round=round, score=score)
 

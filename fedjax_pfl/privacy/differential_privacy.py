@@ -93,6 +93,11 @@ def private(
 
     @functools.wraps(factory)
     def make(task: Task, *, on: Options, **hparams: Any) -> Algorithm:
+        if task.sampling is not None:
+            raise InputError(
+                f"{name} cannot have differential privacy: its epsilon needs clients "
+                "that are sampled uniformly, got `sampling`."
+            )
         if isinstance(task.lr, numbers.Real):  # else in a trace
             check_covered(factory, task, hparams)
         return _private(name, factory(task, **hparams), on, adaptive)

@@ -10,9 +10,7 @@ import numpy as np
 from fedjax_pfl import losses, models, trees
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.testing.rounds import ContractViolation
-from fedjax_pfl.types import Array, Batch, Model, PyTree
-
-KEY = jax.random.key(0)
+from fedjax_pfl.types import Batch, Model, PyTree
 
 
 class Given(NamedTuple):
@@ -24,11 +22,11 @@ class Given(NamedTuple):
     make: Callable[..., Model]
 
 
-def learned(model: Model, variables: PyTree, batch: Batch, key: Array = KEY) -> PyTree:
+def learned(model: Model, variables: PyTree, batch: Batch) -> PyTree:
     """Returns loss, new running statistics and gradient of one training step."""
     loss = losses.classification(model)
     (value, stats), slope = jax.value_and_grad(loss, has_aux=True)(
-        variables, batch, key
+        variables, batch, jax.random.key(0)
     )
     return value, stats, {part: slope[part] for part in ("body", "head")}
 
@@ -104,7 +102,8 @@ def check_network(
         return models.model(factory, input_shape, num_classes, **options | more)
 
     model, dtype = make(), options.get("input_dtype", jnp.float32)
-    x = jax.random.normal(KEY, (8, *input_shape))
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (8, *input_shape))
     # integers are tokens, which are few
     x = (
         x.astype(dtype)
@@ -113,7 +112,7 @@ def check_network(
     )
     rows = jnp.arange(8)
     batch = Batch(x, rows % num_classes, rows >= 0, rows)
-    given = Given(model, model.init(KEY), batch, make)
+    given = Given(model, model.init(key), batch, make)
     for rule in RULES:
         try:
             rule(given)

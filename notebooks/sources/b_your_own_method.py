@@ -21,7 +21,7 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
     Args:
       beta: how far a client's head is moved to the mean of all, in [0, 1].
     """
-    loss, split = losses.classification(task.model), averaging.split(task)  # what is sent, and what stays
+    loss, split = losses.classification(task.model, task), averaging.split(task)  # what is sent, and what stays
 
     def init(key):
         w = task.model.init(key)

@@ -11,11 +11,8 @@ import toy
 from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 
 from fedjax_pfl.algorithms import fedamp as factory
-from fedjax_pfl.algorithms.fedamp import (
-    mixtures,
-    square_distances,
-    weights,
-)
+from fedjax_pfl.algorithms.fedamp import square_distances, weights
+from fedjax_pfl.trees import mixtures
 from fedjax_pfl.types import State
 
 KEY = jax.random.key(0)

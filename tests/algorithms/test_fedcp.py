@@ -504,7 +504,9 @@ def test_a_prediction_is_the_personal_models(policy):
     frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(own))
     x = f.examples.x[:6]
     got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(2), 1, x)
+    got, *alone = np.moveaxis(np.asarray(got), -1, 0)
     assert_close(got, forward(w, frozen, policy, key=key, x=x)[0])
+    assert_close(sum(alone), got)  # the heads are linear, each with its bias
     others = toy.rows(state.clients["head"], 0)
     assert (
         np.abs(
@@ -601,7 +603,7 @@ def test_after_training_the_vector_is_still_that_of_the_head_before(monkeypatch)
     monkeypatch.setattr(
         evaluation,
         "post",
-        lambda cohort, c, predictor, score: {"acc": predictor(X, ALL)[0, 0]},
+        lambda cohort, c, predictor, score: {"acc": predictor(X, ALL)[0, 0, 0]},
     )
     # compiled anew
     begin, state, metrics = train(DECAYED._replace(), alone(), rounds=1)

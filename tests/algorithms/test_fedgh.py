@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 from fedjax_pfl import keys
-from fedjax_pfl.algorithms.fedgh import Draw
+from fedjax_pfl.algorithms.prototypes import Draw
 
 
 def order(i, t):

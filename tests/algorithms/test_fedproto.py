@@ -10,7 +10,8 @@ import pytest
 import toy
 from toy import OWN, C, N, assert_close, assert_same
 
-from fedjax_pfl.algorithms.fedproto import fedproto, predictor
+from fedjax_pfl.algorithms.fedproto import fedproto
+from fedjax_pfl.algorithms.prototypes import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import State
 

@@ -153,6 +153,7 @@ def test_without_a_change_of_the_models_only_decay_moves(still):
     np.testing.assert_allclose(after["embeddings"], embeddings, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_others_embeddings_stay():
     state = start()
     after = round_of(state, [3, 0, 4], [True, False, True])

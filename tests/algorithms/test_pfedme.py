@@ -94,7 +94,7 @@ def test_theta_of_a_quadratic_is_the_proximal_point(monkeypatch):
         bn_mask={"body": {}, "head": {"w": False}, "stats": {}},
     )
 
-    def quadratic(model):
+    def quadratic(*_):
         return lambda v, batch, key: (
             v["head"]["w"] @ a @ v["head"]["w"] / 2 - b @ v["head"]["w"],
             v["stats"],

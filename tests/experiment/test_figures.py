@@ -1,5 +1,7 @@
 """Figures: what they draw, from made runs."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -51,6 +53,21 @@ def test_one_run_has_its_loss(tmp_path):
     np.testing.assert_allclose(
         drawn["curves"].axes[2].lines[0].get_ydata(), [1, 1 / 2, 1 / 3]
     )
+
+
+def test_a_methods_own_values_are_drawn_per_client(tmp_path):
+    run = made.run(tmp_path / "a", "apfl")
+    assert figures.own_values([run]) is None
+    path, lines = run.path / "scores.jsonl", []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        alpha = [0.1 * i + row["round"] for i in row["ids"]]
+        lines.append(json.dumps(row | {"method": {"alpha": alpha}}))
+    path.write_text("\n".join(lines))
+    (axes,) = figures.own_values([results.load(run.path)]).axes
+    mean, *clients = (line.get_ydata() for line in axes.lines)
+    np.testing.assert_allclose(mean, 0.15 + np.arange(4))
+    np.testing.assert_allclose(clients[2], 0.2 + np.arange(4))
 
 
 def test_the_partition_has_a_bubble_per_client_and_class():

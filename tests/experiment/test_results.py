@@ -103,6 +103,13 @@ def test_rounds_to_a_target(sweep):
     assert text.loc["local", "MB to 0.7"] == "never"
 
 
+def test_the_share_of_clients_above_local(sweep):
+    found = results.above_local(sweep)
+    assert found and set(found.values()) == {1.0}
+    table = results.comparison(sweep, results.last(results.frame(sweep)))
+    assert table.loc["fedavg", results.ABOVE] == "100.0"
+
+
 def test_the_comparison_has_the_best_first_and_the_baseline(sweep):
     table = results.comparison(sweep, results.last(results.frame(sweep)))
     assert list(table.index) == ["fedavg", "local", "majority baseline"]

@@ -11,7 +11,7 @@ import toy
 from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment
 from fedjax_pfl.data import partition
-from fedjax_pfl.experiment import callbacks
+from fedjax_pfl.experiment import callbacks, warm_start
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import BY_FILE, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -42,6 +42,28 @@ def ends(path):
 def same(a, b):
     assert a[0] == b[0] and a[1][0] == b[1][0]
     jax.tree.map(np.testing.assert_array_equal, a[1][1], b[1][1])
+
+
+def test_a_run_starts_from_the_variables_of_another(tmp_path):
+    config = CONFIG.replace(val_fraction=0.0, rounds=2)
+    first, same_method, other = (tmp_path / name for name in "abc")
+    execute([RunDirectory(first)], [config])
+    warm = config.replace(rounds=0, init_from=str(first))
+    execute([RunDirectory(same_method)], [warm])
+    execute([RunDirectory(other)], [warm.replace(algo="ditto", hparams={})])
+    last = list(RunDirectory(first).rows("metrics.jsonl"))[-1]["pre/acc"]
+    for path in (same_method, other):  # Ditto's personal models begin with FedAvg's
+        first_row = next(RunDirectory(path).rows("metrics.jsonl"))
+        assert first_row["pre/acc"] == last
+
+
+def test_leaves_of_other_names_or_shapes_are_new():
+    taken = set()
+    tree = {"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(1)}
+    other = {"a": np.ones(2), "b": np.ones(4), "d": np.ones(1)}
+    found = warm_start.overlaid(tree, other, taken)
+    assert taken == {"a"} and not found["b"].any() and not found["c"].any()
+    assert found["a"].tolist() == [1, 1]
 
 
 def killed(path, config, round):

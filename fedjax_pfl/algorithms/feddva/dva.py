@@ -35,13 +35,15 @@ def kl_standard(q: Gaussian) -> Array:
     return kl(q, jax.tree.map(jnp.zeros_like, q))
 
 
-def mixture_bound(q: Gaussian, mask: Array) -> Array:
+def mixture_bound(q: Gaussian, mask: Array, floor: Numeric = 0.0) -> Array:
     """Computes an upper bound of KL(q_i || the batch's mixture), the mean over j of
     KL(q_i || q_j) (FedDVA, Eq. 26), [B].
 
     Args:
       q: of each example, i and j; the pair i = j counts and adds 0.
       mask: [B] bool, the examples over which j runs.
+      floor: added to the variances of q_j in the denominators; 0.01 in the released
+        code. With it the value of the pair i = j may be negative.
 
     Note:
       The mixture is a constant in the gradient, as in the released code. Four means
@@ -52,6 +54,7 @@ def mixture_bound(q: Gaussian, mask: Array) -> Array:
     q = q._replace(mean=q.mean - centre)
     other = lax.stop_gradient(q)
     precision = jnp.exp(-other.log_var)
+    precision = precision / (1 + floor * precision)  # 1 / (variance + floor)
     parts = (
         precision,
         other.mean * precision,
@@ -70,7 +73,7 @@ def mixture_bound(q: Gaussian, mask: Array) -> Array:
     return 0.5 * jnp.sum(total, axis=-1)
 
 
-def personal_term(q: Gaussian, mask: Array, xi: Numeric) -> Array:
+def personal_term(q: Gaussian, mask: Array, xi: Numeric, floor: Numeric = 0.0) -> Array:
     """Computes the regulariser R_c of the personal latent for each example: the larger
     of KL(q || N(0, I)) and xi + `mixture_bound` (FedDVA, Eq. 7), [B].
 
@@ -78,9 +81,10 @@ def personal_term(q: Gaussian, mask: Array, xi: Numeric) -> Array:
       q: q(c|x, z).
       mask: [B] bool, the valid examples.
       xi: slack in nats; 8 d_c in the paper.
+      floor: as of `mixture_bound`.
     """
     divergence = kl_standard(q)
-    return divergence + jax.nn.relu(xi + mixture_bound(q, mask) - divergence)
+    return divergence + jax.nn.relu(xi + mixture_bound(q, mask, floor) - divergence)
 
 
 def reconstruction(x: Array, mean: Array) -> Array:

@@ -18,7 +18,7 @@ from annotated_types import Ge, Interval
 from fedjax_pfl import averaging, evaluation, keys, local_training, trees
 from fedjax_pfl.algorithms.feddva import phases as dva_phases
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.errors import check
+from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.types import (
     Algorithm,
@@ -85,6 +85,9 @@ def feddva(
     xi: Annotated[float, Ge(0)] = 8.0,
     head: Literal["none", "personal", "shared"] = "none",
     cls: Annotated[float, Ge(0)] = 1.0,
+    head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
+    head_lr: Annotated[float, Ge(0)] | None = None,
+    floor: Annotated[float, Ge(0)] = 0.0,
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Algorithm:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
@@ -107,6 +110,11 @@ def feddva(
         shared.
       cls: weight of its cross entropy in [0, inf); 1, as neither the paper nor its code
         gives one.
+      head_epochs: epochs in [0, 10000] of the classifier alone, with frozen encoders,
+        after both phases; 0 as in the paper.
+      head_lr: its learning rate in [0, inf) in these epochs; default the task's.
+      floor: added to the variances in the denominators of R_c's divergence, in [0,
+        inf); 0 as in the paper, 0.01 in its code.
       exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
         of c is kept by its client).
 
@@ -117,22 +125,27 @@ def feddva(
     Note:
       As in the paper there are two phases; the released code has three, with c drawn
       from its prior in the first two, a hinge as R_c and a focal reconstruction. The
-      batch's mixture is a constant in R_c's gradient, as in the code. Each phase is the
-      task's whole local work with a fresh optimizer; the paper's is
+      batch's mixture is a constant in R_c's gradient, as in the code. Each phase is
+      the task's whole local work with a fresh optimizer; the paper's is
       Adam with rate 0.001. The server weights encoders by training examples (the
       paper's sum over all clients, of losses that are sums over examples, counts sizes
       twice). Running statistics always stay with their client, as in the code. Scores
-      are taken at the posterior means; `loss` is the last phase's. No term asks c to
+      are taken at the posterior means; `loss` is the encoders'. No term asks c to
       differ between clients: a client's decoder knows its client, R_c binds examples of
       one client only. With a shared encoder of c, c separates clients by accident.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
     weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
-    decoder, encoders = dva_phases.phases(nets, owner, **weights)
+    decoder, encoders = dva_phases.phases(nets, owner, **weights, floor=floor)
+    alone = dva_phases.head_phase(nets)
+    if head_epochs and head == "none":
+        raise InputError("`head_epochs` needs a classifier: head=personal or shared.")
     stay = tuple(set(start) - set(dva_phases.shared_parts(nets, owner, exchange)))
     split = averaging.split(task, stay, variables=start)
     sgd = local_training.bind(task)
+    rate = task.lr if head_lr is None else head_lr
+    learn = local_training.bind(task._replace(lr=rate), alone.loss)
 
     def init(key):
         shared, own = split.send(dva_phases.init(nets, key))
@@ -148,8 +161,14 @@ def feddva(
         # The encoders with a frozen decoder.
         stream = keys.Client.SECOND_PHASE
         w, value = sgd(c, w, loss=encoders.loss, train=encoders.parts, stream=stream)
+        seen = {"loss_decoder": first}
+        # The classifier alone.
+        if head_epochs:
+            stream, epochs = keys.Client.HEAD_PHASE, head_epochs
+            w, last = learn(c, w, train=alone.parts, stream=stream, epochs=epochs)
+            seen["loss_head"] = last
         upload, own = split.send(w)
-        return Update(upload, own, predictor(w), value, {"loss_decoder": first})
+        return Update(upload, own, predictor(w), value, seen)
 
     def predict(server, own, c):
         return predictor(split.receive(server, own))

@@ -105,6 +105,7 @@ def phases(
     beta: Numeric = 0.75,
     xi: Numeric = 32.0,
     cls: Numeric = 1.0,
+    floor: Numeric = 0.0,
 ) -> tuple[Phase, Phase]:
     """Makes the two phases of a client's round: the decoder on the reconstruction with
     frozen encoders, then both encoders on the whole loss (Eq. 4) with a frozen decoder.
@@ -116,6 +117,7 @@ def phases(
       beta: weight of R_c, at least 0; 0.75 in the paper.
       xi: slack of R_c in nats; 8 d_c in the paper.
       cls: weight of the cross entropy in both phases, where there is a classifier.
+      floor: of the variances in R_c, as of `dva.mixture_bound`.
 
     Note:
       The paper's listing prints the weight of R_c with the sign of the log-likelihood,
@@ -128,7 +130,7 @@ def phases(
         value = dva.reconstruction(batch.x, out.mean)
         if encoders:
             value = value + alpha * dva.kl_standard(out.z)
-            value = value + beta * dva.personal_term(out.c, batch.mask, xi)
+            value = value + beta * dva.personal_term(out.c, batch.mask, xi, floor)
         total = losses.masked_mean(value, batch.mask)
         if nets.head is not None:
             logits = _logits(nets, variables, out.latents)
@@ -138,6 +140,18 @@ def phases(
     own, common = (("head",) if nets.head and head == kind else () for kind in HEADS)
     first, second = (functools.partial(loss, encoders=x) for x in (False, True))
     return Phase(("decoder", *own), first), Phase(("z", "c", *common), second)
+
+
+def head_phase(nets: DualVAE) -> Phase:
+    """Makes a phase of the classifier alone, on draws of [z; c] by frozen encoders."""
+
+    def loss(variables, batch, key):
+        latents = forward(nets, variables, batch.x, batch.mask, key).latents
+        logits = _logits(nets, variables, latents)
+        value = losses.cross_entropy(logits, batch.y, batch.mask)
+        return value, variables["stats"]
+
+    return Phase(("head",), loss)
 
 
 def outputs(

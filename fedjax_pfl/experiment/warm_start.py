@@ -1,0 +1,72 @@
+"""Start states with the variables of a finished run, for fine-tuning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from fedjax_pfl import server_optimizer
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import results
+from fedjax_pfl.experiment.build import Experiment, make_program
+from fedjax_pfl.types import Array, PyTree, State
+
+
+def start(e: Experiment) -> State:
+    """Returns the start of an experiment with the variables of --init_from.
+
+    The method's start is made of the model that the run's clients shared. Then every
+    leaf of the state that the run has by the same name and in the same shape is the
+    run's, such as the clients' personal parts; the others are new.
+
+    Raises:
+      InputError: the run has no checkpoint, or none of its variables fits.
+    """
+    path, taken = str(e.config.init_from), set[str]()
+    run = results.load(path)
+    old = State(server_optimizer.plain(run.state().server), run.state().clients)
+    shared = old.server if isinstance(old.server, dict) else {}
+
+    def warm(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
+        return lambda key: overlaid(init(key), shared, taken)
+
+    models = [model._replace(init=warm(model.init)) for model in e.task.models]
+    task = e.task._replace(models=tuple(models))
+    program = make_program(e.config.replace(client_memory="device"), task)
+    traced = {name: jnp.float32(value) for name, value in program.traced.items()}
+    state = overlaid(program.unplace(program.init(e.key, traced)), old, taken)
+    if not taken:
+        raise InputError(f"--init_from={path} has no variables of this run's shapes.")
+    new = [x for x in map(_name, _leaves(state)) if x not in taken]
+    if new and run.config["algo"] == e.config.algo:
+        logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
+    return state
+
+
+def overlaid(tree: PyTree, other: PyTree, taken: set[str]) -> PyTree:
+    """Returns a tree with the leaves of another one where name, shape and type agree.
+
+    Args:
+      taken: gets the names of these leaves.
+    """
+    known = {_name(pair): pair[1] for pair in _leaves(other)}
+
+    def choose(path: Any, leaf: Any) -> Any:
+        name = _name((path, leaf))
+        theirs = known.get(name)
+        if theirs is None or theirs.shape != leaf.shape or theirs.dtype != leaf.dtype:
+            return leaf
+        taken.add(name)
+        return jnp.asarray(theirs)
+
+    return jax.tree_util.tree_map_with_path(choose, tree)
+
+
+_leaves = jax.tree_util.tree_leaves_with_path
+
+
+def _name(pair: tuple[Any, Any]) -> str:
+    """Returns the name of a leaf with its path."""
+    return jax.tree_util.keystr(pair[0], simple=True, separator="/")
