@@ -63,7 +63,8 @@ def shared_kernel(block, padding):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "of", [gradient, curvature, gradient_of_gradient, shared_kernel]
+    "of",
+    [gradient, *map(toy.slow, (curvature, gradient_of_gradient, shared_kernel))],
 )
 @pytest.mark.parametrize(
     "clients, channels, out, padding",
@@ -91,7 +92,7 @@ def test_clients_fill_the_lanes(clients, channels, out, expected):
 
 
 @pytest.mark.parametrize(
-    "name", ["cnn", *map(toy.slow, ("lenet", "lenet_bn", "cnn_dropout"))]
+    "name", ["lenet", *map(toy.slow, ("cnn", "lenet_bn", "cnn_dropout"))]
 )
 def test_platforms_give_the_same_network(name):
     def gradients(platform):

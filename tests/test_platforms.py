@@ -28,17 +28,17 @@ def one_round(method, width, **options):
     return state, found.loss, found.post, jax.jit(program.evaluate)(*arguments)
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", toy.slow("tpu")])
 @pytest.mark.parametrize(
     "method, options",
     [
         ("fedavg", {"optimizer": momentum}),
-        ("fedavg", {"epochs": None, "steps": 7}),
-        ("fedavg", {"drop_last": True}),
-        ("fedbn", {}),
-        ("apfl", {}),
-        ("fedala", {}),
-        ("per_fedavg", {}),
+        toy.slow("fedavg", {"epochs": None, "steps": 7}),
+        toy.slow("fedavg", {"drop_last": True}),
+        toy.slow("fedbn", {}),
+        toy.slow("apfl", {}),
+        toy.slow("fedala", {}),
+        toy.slow("per_fedavg", {}),
     ],
 )
 def test_round_does_not_depend_on_the_platform(platform, method, options):

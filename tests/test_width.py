@@ -1,6 +1,7 @@
 """The static choice of the clients per vmapped batch."""
 
 import pytest
+import toy
 
 from benchmarks import setting
 from fedjax_pfl.engine.width import automatic_width
@@ -12,7 +13,7 @@ CASES = [
     ("gpu", "cnn", 20),
     ("tpu", "cnn", 4),
     ("tpu", "lenet", 20),
-    ("tpu", "resnet18", 4),
+    toy.slow("tpu", "resnet18", 4),
     ("tpu", "mlp28", 20),
 ]
 

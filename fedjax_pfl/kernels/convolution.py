@@ -30,8 +30,8 @@ FORMS = {
 }  # the meaning of "auto"
 CONVOLUTIONS = ("auto", "winograd", "fused", "matmul", "packed", "pooled", "xla")
 WINOGRAD = ("pooled", "winograd")  # forms that use it where it is faster
-# channels out up to which the order of the kernel gradient's product matters
 XLA = ("packed", "xla")  # forms whose single convolutions are XLA's own
+# channels out up to which the order of the kernel gradient's product matters
 NARROW = 128
 LEAST_CHANNELS, LEAST_TILES = 8, 32  # for Winograd: measured, see `winograd_is_faster`
 # of Winograd's polynomials for a tile and a kernel of these sides, besides infinity; 1j
