@@ -313,7 +313,7 @@ def test_a_tokenizer_of_hugging_face(tmp_path):
         "mine", ["good film", "film"], np.array([0, 1]), tokens=path, max_length=3
     )
     known = text.restricted(data, np.array([0, 1]))
-    assert known.x.shape == (2, 3) and known.x[0, 1] == known.x[1, 0] > text.UNKNOWN
+    assert known.x.shape == (2, 2) and known.x[0, 1] == known.x[1, 0] > text.UNKNOWN
 
 
 def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch):

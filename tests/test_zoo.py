@@ -304,7 +304,7 @@ def block_size(width):
 
 
 def test_size_of_the_vision_transformer_is_its_formula():
-    for shape, patch in (((32, 32, 3), 4), ((28, 28, 1), 4), ((64, 64, 3), 8)):
+    for shape, patch in (((28, 28, 1), 4), ((64, 64, 3), 8)):
         inputs = patch**2 * shape[2]
         count = shape[0] * shape[1] // patch**2
         ends = (inputs + 1 + count) * 128 + 2 * 128 + 128 * 10 + 10
@@ -333,12 +333,8 @@ def test_masked_rows_change_nothing_and_a_step_changes_all_parameters(make):
     net, x = models.model(make, (8, 8, 2), 3), normal(0, 5, 8, 8, 2)
     padded = np.where(np.arange(5)[:, None, None, None] < 3, x, 7)
 
-    @jax.jit
-    def steps(*inputs):
-        mask, variables = jnp.arange(5) < 3, net.init(KEY)
-        return [step(net, variables, x, mask) for x in inputs]
-
-    (logits, *found), (expected, *others) = steps(x, padded)
+    run = jax.jit(lambda x: step(net, net.init(KEY), x, jnp.arange(5) < 3))
+    (logits, *found), (expected, *others) = run(x), run(padded)
     close((logits[:3], *found), (expected[:3], *others), 1e-5)
     for path, gradient in jax.tree.leaves_with_path(found[1]):
         assert np.any(np.asarray(gradient) != 0), path
