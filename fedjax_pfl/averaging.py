@@ -172,8 +172,6 @@ def split(
     Raises:
       InputError: `personal` has another part.
     """
-    for part in personal:
-        choose("part of a model", part, ("body", "head", "stats"))
     stay = {
         *personal,
         *(("stats",) if "body" in personal or task.bn_stats == "local" else ()),
@@ -183,6 +181,8 @@ def split(
         if variables is not None
         else [model.bn_mask for model in task.models]
     )
+    for part in personal:
+        choose("part of a model", part, wholes[0])
     masks = [trees.parts(whole, tuple(stay)) for whole in wholes]
     if batch_norm:
         masks = [
