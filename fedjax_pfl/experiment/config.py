@@ -135,8 +135,8 @@ class Config:
     )
     sampling: str = _field(
         "uniform",
-        "draw of a round's clients: uniform, size, or FILE.py:FUNCTION of (key, round) "
-        "that returns weights",
+        "draw of a round's clients: uniform, size, power_of_choice:CANDIDATES, or "
+        "FILE.py:FUNCTION of (key, round, history) that returns weights",
     )
     metrics: str = _field(
         "acc", "scores: acc, and further ones of auc, ap, ece, f1, as acc,auc"
