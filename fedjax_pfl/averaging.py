@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from chex import Numeric
 
 from fedjax_pfl import architectures, evaluation, keys, local_training, trees
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -168,7 +168,12 @@ def split(
       batch_norm: whether every leaf of a batch-norm module is kept, too.
       variables: a dict with a part "stats" that is divided in place of the model's
         variables.
+
+    Raises:
+      InputError: `personal` has another part.
     """
+    for part in personal:
+        choose("part of a model", part, ("body", "head", "stats"))
     stay = {
         *personal,
         *(("stats",) if "body" in personal or task.bn_stats == "local" else ()),

@@ -109,12 +109,12 @@ def sq_dist(a: PyTree, b: PyTree) -> Array:
 def gram(a: PyTree, b: PyTree) -> Array:
     """Computes inner products [S, N] of the models a [S, ...] and b [N, ...]."""
 
-    def product(x, y):
+    def product(x: Array, y: Array) -> Array:
         x, y = (z.reshape(len(z), -1).astype(jnp.float32) for z in (x, y))
         return jnp.dot(x, y.T, precision=jax.lax.Precision.HIGHEST)
 
     products = map(product, jax.tree.leaves(a), jax.tree.leaves(b))
-    return sum(products, jnp.zeros(()))
+    return sum(products, jnp.float32(0))
 
 
 def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
@@ -122,7 +122,7 @@ def mixtures(xi: Array, w: PyTree, ids: Array) -> PyTree:
     [S, N], all models w [N, ...], ids [S]."""
     total = jnp.sum(xi, axis=1)
 
-    def mix(x):
+    def mix(x: Array) -> Array:
         own, rest = x[ids].astype(jnp.float32), x.astype(jnp.float32)
         # Relative to the first model: where all are equal, or no other weighs, u_i is
         # w_i to the last bit.

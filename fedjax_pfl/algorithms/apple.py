@@ -39,7 +39,7 @@ def combine(p: Array, table: PyTree) -> PyTree:
 
 def schedule(t: Array, last: Numeric, shape: str) -> Array:
     """Returns lambda(t) [], from 1 at round 0 to about 0 at round `last` and 0 from
-    there on (Eq. 5, 6)."""
+    there on."""
     part = t / jnp.maximum(last, 1e-9)
     value = (jnp.cos(jnp.pi * part) + 1) / 2 if shape == "cosine" else 1e-3**part
     return jnp.where(part < 1, value, 0)

@@ -26,8 +26,8 @@ class Draw(keys.Stream):
 
 def covariance(first: Array, second: Array, count: Array) -> Array:
     """Returns the covariances [K, K, C] of the classes' features over all clients, of
-    their means [K, C], E[h h^T] [K, K, C] and numbers [C] (Eq. 3); 0 for a class with
-    fewer than two."""
+    their means [K, C], E[h h^T] [K, K, C] and numbers [C]; 0 for a class with fewer
+    than two."""
     spread = second - first[:, None] * first[None]
     factor = jnp.where(count > 1, count / jnp.maximum(count - 1, 1), 0)
     return spread * factor[None, None]

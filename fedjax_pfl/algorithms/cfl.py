@@ -2,7 +2,7 @@
 their clients disagree.
 
 Reference: Sattler et al., Clustered federated learning: model-agnostic distributed
-multitask optimization under privacy constraints (TNNLS 2021), Algorithm 3.
+multitask optimization under privacy constraints (TNNLS 2021).
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ NEVER = -2.0  # below every cosine
 
 def bipartition(cosine: Array, member: Array) -> Array:
     """Returns which clients [N] of a cluster go to its other half: the split whose
-    largest similarity across the halves is least (Eq. 15).
+    largest similarity across the halves is least.
 
     Args:
       cosine: [N, N], symmetric.

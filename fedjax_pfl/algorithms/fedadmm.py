@@ -32,8 +32,9 @@ def fedadmm(
     times `server_lr` to theta.
 
     Args:
-      rho: the penalty (ρ) in (0, inf); 0.01 as in the paper.
-      server_lr: the server's step (η) in [0, inf); 1 as in FL-bench.
+      rho: the penalty (ρ) in (0, inf); 0.01 as in FL-bench.
+      server_lr: the server's step (η) in [0, inf); 1 as in FL-bench, where it
+        is 0.5 from round 60.
 
     Note:
       The clients' local work is the task's, where the paper draws their epochs at

@@ -33,7 +33,7 @@ def square_norms(w: PyTree) -> Array:
         jnp.sum(x.astype(jnp.float32) ** 2, axis=tuple(range(1, x.ndim)))
         for x in jax.tree.leaves(w)
     )
-    return sum(squares, jnp.zeros(()))
+    return sum(squares, jnp.float32(0))
 
 
 def square_distances(w: PyTree, ids: Array) -> Array:

@@ -2,7 +2,7 @@
 and bodies are weighted by their Fisher information.
 
 Reference: Yang et al., FedAS: bridging inconsistency in personalized federated learning
-(CVPR 2024), Algorithm 1.
+(CVPR 2024).
 """
 
 from typing import Annotated
@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
-from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
+from fedjax_pfl import (
+    averaging,
+    evaluation,
+    keys,
+    local_training,
+    losses,
+    traffic,
+    trees,
+)
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Client, PyTree, Task, Update
@@ -118,6 +126,10 @@ def fedas(
     def predict(server, row, c):
         return predictor(c.model, row["w"])
 
+    def sent(state, cohort, metrics):
+        size = trees.size(state.server)
+        return traffic.both_ways(cohort, size, size + 1)  # up the Fisher information
+
     return averaging.from_client(
         init,
         client,
@@ -125,4 +137,5 @@ def fedas(
         weight=lambda cohort: cohort.trained,
         default=lambda server: {"w": server, "fisher": jnp.ones((), jnp.float32)},
         server_update=server_update,
+        traffic=sent,
     )

@@ -33,8 +33,7 @@ def critical(old: PyTree, new: PyTree, share: Numeric) -> PyTree:
 
 
 def overlap(masks: PyTree) -> Array:
-    """Returns O_ij = 1 - ||m_i - m_j||_1 / (2 ||m_i||_1) [S, S] of masks [S, ...]
-    (Eq. 5)."""
+    """Returns O_ij = 1 - ||m_i - m_j||_1 / (2 ||m_i||_1) [S, S] of masks [S, ...]."""
     flat = [x.reshape(len(x), -1) for x in jax.tree.leaves(masks)]
     m = jnp.concatenate(flat, axis=1).astype(jnp.float32)
     size = jnp.sum(m, axis=1)
@@ -45,7 +44,7 @@ def overlap(masks: PyTree) -> Array:
 
 def collaborators(o: Array, here: Array, progress: Numeric) -> Array:
     """Returns the clients [S, S] whose overlap o [S, S] with i is at least mean +
-    progress (max - mean), of the pairs `here` [S], and i itself (Eq. 6)."""
+    progress (max - mean), of the pairs `here` [S], and i itself."""
     own = jnp.eye(len(o), dtype=bool)
     pairs = here[:, None] & here[None] & ~own
     count = jnp.sum(pairs)

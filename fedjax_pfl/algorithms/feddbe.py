@@ -28,7 +28,7 @@ def feddbe(
 
     m [K] is the running mean of the client's features h during local training, m <- (1
     - momentum) m + momentum mean(h), and m^g the mean of the clients' m in the
-    initialisation round (Eq. 5-7).
+    initialisation round.
 
     Args:
       kappa: weight of the penalty (κ) in [0, inf); 50 as in the authors' script.

@@ -41,7 +41,8 @@ class Generator(nnx.Module):
     """Features [B, K] of noise and a class, by one hidden layer with batch norm."""
 
     def __init__(self, inputs: int, hidden: int, width: int, rngs: nnx.Rngs):
-        self.inner = layers.linear(inputs, hidden, rngs)
+        # The batch norm removes a bias, whose gradient would be rounding to Adam.
+        self.inner = layers.linear(inputs, hidden, rngs, use_bias=False)
         self.norm = layers.BatchNorm(hidden, rngs=rngs)
         self.outer = layers.linear(hidden, width, rngs)
 
@@ -65,8 +66,8 @@ def fedgen(
     """Adds alpha CE(head(G(z, y')), y') to the loss of the client; G minimises CE(sum_k
     p_k head_k(G(z, y')), y') at the server.
 
-    Labels y' are drawn in proportion to all clients' training examples (Eq. 4, 5), and
-    p_k are the shares of the examples.
+    Labels y' are drawn in proportion to all clients' training examples, and p_k are
+    the shares of the examples.
 
     Args:
       alpha: weight of the generated features (α) in [0, inf); 1 as in PFLlib. With 0 it

@@ -2,7 +2,7 @@
 in training.
 
 Reference: Zhang et al., Federated learning with label distribution skew via logits
-calibration (ICML 2022), Eq. 6.
+calibration (ICML 2022).
 """
 
 from typing import Annotated
@@ -34,8 +34,8 @@ def fedlc(task: Task, *, tau: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
     Note:
       A class without examples on the client takes no part in its softmax, the limit
       n -> 0, unless tau is 0. The softmax includes the label's own class, as in both
-      libraries; Eq. 6 as printed leaves it out of the denominator, and that loss has no
-      lower bound. PFLlib takes the counts of all clients, and so one margin for all;
+      libraries. The paper's loss has only the other classes in its denominator, and so
+      no lower bound. PFLlib takes the counts of all clients, and so one margin for all;
       here, as in the paper, they are the client's.
     """
     sgd, split = local_training.bind(task), averaging.split(task)

@@ -2,14 +2,14 @@
 pull the global model to their own optimum.
 
 Reference: Wang et al., Tackling the objective inconsistency problem in heterogeneous
-federated optimization (NeurIPS 2020), Eq. 6.
+federated optimization (NeurIPS 2020).
 """
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import averaging, local_training
+from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params
 from fedjax_pfl.types import Algorithm, Task, Update
@@ -41,7 +41,7 @@ def fednova(task: Task) -> Algorithm:
 
     def default(server):
         still = jax.tree.map(jnp.zeros_like, params(server))
-        return server | {"steps": jnp.zeros(())} | still
+        return server | {"steps": jnp.zeros((), jnp.float32)} | still
 
     def server_update(server, mean, cohort):
         # x+ = x - tau_eff sum p_i d_i.
@@ -53,6 +53,10 @@ def fednova(task: Task) -> Algorithm:
     def predict(server, own, c):
         return averaging.predictor(c.model, split.receive(server, own))
 
+    def sent(state, cohort, metrics):
+        size = trees.size(state.server)
+        return traffic.both_ways(cohort, size, size + 1)  # up the number of steps, too
+
     return averaging.from_client(
         split.init,
         client,
@@ -60,4 +64,5 @@ def fednova(task: Task) -> Algorithm:
         default=default,
         server_update=server_update,
         averages=averaging.BODY_AND_HEAD,
+        traffic=sent,
     )

@@ -2,7 +2,7 @@
 not the label's.
 
 Reference: Lee et al., Preservation of the global knowledge by not-true distillation in
-federated learning (NeurIPS 2022), Eq. 3-5.
+federated learning (NeurIPS 2022).
 """
 
 from typing import Annotated
@@ -36,9 +36,9 @@ def fedntd(
     model's q^g taken at temperature tau without the label's class.
 
     Args:
-      beta: weight of the distillation (β) in [0, inf); 1 as in the paper. With 0 it is
-        FedAvg.
-      tau: temperature (τ) in (0, inf); 1 as in the paper.
+      beta: weight of the distillation (β) in [0, inf); 1 as in the authors'
+        configuration. With 0 it is FedAvg.
+      tau: temperature (τ) in (0, inf); 1 as there.
 
     Note:
       The divergence is multiplied by tau^2, as in the authors' code. The global model

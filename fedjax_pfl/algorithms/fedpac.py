@@ -28,7 +28,7 @@ from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
 
 def combination(v: Array, h: Array, here: Array) -> Array:
     """Returns the weights [S, S] of the heads; row i minimises the bound on client i's
-    test loss (Eq. 13).
+    test loss.
 
     alpha^T (diag(v) + G_i) alpha over the simplex, G_i the inner products of h_i - h_j,
     where h_i [C K] are client i's class means times the class's share.
@@ -81,8 +81,8 @@ def fedpac(
     alpha_ij phi_j of the trained heads phi_j (`combination`).
 
     Args:
-      lam: weight of the distance to the class means (λ) in [0, inf); 1 as in the paper.
-      head_epochs: local epochs of the head in [0, 10000]; 1 as in the paper.
+      lam: weight of the distance to the class means (λ) in [0, inf); 1 as in PFLlib.
+      head_epochs: local epochs of the head in [0, 10000]; 1 as there.
 
     Note:
       v_i = (mean ||h||^2 - sum_c p_c^2 ||mu_c||^2) / n_i and h_i = p_c mu_c are

@@ -50,7 +50,7 @@ def fedpcl(
     clip: Annotated[float, Gt(0)] = 10.0,
 ) -> Algorithm:
     """Minimises the contrastive losses of the unit features towards the global
-    prototypes and, in the mean over the clients, towards theirs (Eq. 6-8).
+    prototypes and, in the mean over the clients, towards theirs.
 
     A prototype is the mean unit feature of a class. A client predicts by its nearest
     own prototype.

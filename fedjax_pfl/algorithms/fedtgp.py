@@ -70,8 +70,7 @@ def largest_gap(proto: Array, has: Array) -> Array:
 
 def contrast(proto: Array, h: Array, y: Array, mask: Array, margin: Array) -> Array:
     """Returns the loss [] of prototypes [C, K]: the cross entropy of -d, d [B, C] the
-    distances of client prototypes h [B, K] to them, and that of y larger by `margin`
-    (Eq. 7)."""
+    distances of client prototypes h [B, K] to them, larger by `margin` for y."""
     d2 = jnp.sum((h[:, None] - proto[None]) ** 2, axis=2)
     d = jnp.sqrt(jnp.maximum(d2, TINY))
     d += margin * jax.nn.one_hot(y, len(proto))

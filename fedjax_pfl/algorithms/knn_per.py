@@ -80,7 +80,7 @@ def knn_per(
         paper.
       lam: weight of the neighbours (λ) in [0, 1]; 0.5 as in FL-bench. The paper tunes
         it per client on validation examples. With 0 it is FedAvg.
-      scale: of the kernel (σ) in (0, inf); 1 as in the paper.
+      scale: of the kernel (σ) in (0, inf); 1 as in FL-bench.
 
     Note:
       The kernel is that of the authors' code, exp(-d^2 / (K scale)) for K features. The

@@ -34,7 +34,7 @@ def moon(
     e^(s_prev / tau))) to the cross entropy.
 
     s_glob and s_prev are the cosine similarities of the features with those of the
-    received model and of the client's model after its last round (Eq. 3).
+    received model and of the client's model after its last round.
 
     Args:
       mu: weight of the contrastive loss (μ) in [0, inf); 1 as the paper has it for

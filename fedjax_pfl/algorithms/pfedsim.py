@@ -2,7 +2,7 @@
 by the similarity of the heads.
 
 Reference: Tan et al., pFedSim: similarity-aware model aggregation towards personalized
-federated learning (2023), Algorithm 1.
+federated learning (2023).
 """
 
 from typing import Annotated
@@ -22,7 +22,7 @@ LARGEST = 0.9999  # similarity of a client with itself, as in FL-bench
 
 def similarity(kernels: Array) -> Array:
     """Returns max(0, mean over the classes of cos(w_i^c, w_j^c)) [N, N] of heads'
-    kernels [N, K, C] (Eq. 4)."""
+    kernels [N, K, C]."""
     norm = jnp.linalg.norm(kernels, axis=1, keepdims=True)
     unit = kernels / jnp.maximum(norm, 1e-12)
     flat = unit.reshape(len(unit), -1)

@@ -183,7 +183,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
-    task = task._replace(sampling=task_options.sampling(config, task.sizes))
+    task = task._replace(sampling=task_options.sampling(config, task))
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
@@ -317,7 +317,7 @@ def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
         factory = _optimized(factory, config.server_optimizer)
         hparams[server_optimizer.RATE] = config.server_lr
     if share:
-        factory = _malicious(factory, share, attack, config.seed)
+        factory = _malicious(factory, share, attack)
         hparams["attack_scale"] = scale
     if (found := settings.compression(config)) is not None:
         factory = _compressed(factory, *found)
@@ -337,13 +337,8 @@ def _optimized(
     return server_optimizer.optimized(factory, optimizer(name))
 
 
-@functools.cache
-def _malicious(
-    factory: Callable[..., Algorithm], share: float, attack: str, seed: int
-) -> Callable[..., Algorithm]:
-    return attacks.malicious(factory, share, attack, seed=seed)
-
-
+# the same clients with every seed, as seeds share a program
+_malicious = functools.cache(attacks.malicious)
 _robust = functools.cache(robust.robust)
 _compressed = functools.cache(compression.compressed)
 _private = functools.cache(

@@ -296,7 +296,7 @@ def comparison(
     """Returns a table of text: a row per label, the best first.
 
     Columns: mean over clients before and after local training and of the worst tenth,
-    the share of clients above Local where the runs include it, the paper's score
+    the share of clients above Local where there is a run of Local, the paper's score
     and its published number where a preset has one, rounds, megabytes and seconds. ± is
     over seeds.
 

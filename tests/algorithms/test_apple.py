@@ -50,3 +50,14 @@ def test_two_rounds_by_hand():
         for i in range(5):
             for a, b in zip(get(states[t + 1], i), table[i], strict=True):
                 np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_with_the_own_model_alone_it_is_local():
+    given = {"mu": 0.3, "coef_lr": 0.0, "last": 1.0, "scheduler": "cosine"}
+    start = by_hand.run("apple", rounds=[], **given)[0][0]
+    own = start._replace(clients=start.clients | {"p": np.eye(5, dtype=np.float32)})
+    states, _ = by_hand.run("apple", begin=own, **given)
+    local, _ = by_hand.run("local")
+    for a, b in zip(states, local, strict=True):
+        core = {k: a.server["core"][k] for k in ("body", "head")}
+        toy.assert_close(core, {k: b.clients[k] for k in core}, 1e-5)

@@ -4,6 +4,7 @@ import by_hand
 import jax
 import numpy as np
 import oracle
+import toy
 
 from fedjax_pfl import keys
 from fedjax_pfl.algorithms.fedas import Draw
@@ -53,3 +54,12 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(a, b, atol=2e-5)
         for i in (0, 1, 2, 4):  # client 3 takes the received body
             oracle.close(by_hand.row(states[t + 1], i, "w"), models[i])
+
+
+def test_a_client_alone_without_alignment_is_fedpers():
+    """Its weight is then 1, whatever its Fisher information."""
+    alone = [[2], [4]]
+    ours, _ = by_hand.run("fedas", rounds=alone, align_lr=0.0)
+    theirs, _ = by_hand.run("fedper", rounds=alone)
+    for a, b in zip(ours, theirs, strict=True):
+        toy.assert_close(a.server["body"], b.server["body"], 1e-5)

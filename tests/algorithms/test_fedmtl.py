@@ -27,3 +27,15 @@ def test_two_rounds_by_hand():
             models[i] = w
         for i in (0, 1, 2, 4):
             oracle.close(by_hand.row(states[t + 1], i), models[i])
+
+
+def test_a_client_alone_is_local_with_weight_decay():
+    """omega is then 0, and 2 10^-3 w the gradient of the penalty."""
+    states, _ = by_hand.run("fedmtl", rounds=[[2]])
+    w = oracle.variables(by_hand.row(states[0], 2))
+
+    def slope(v, x, y):
+        g = oracle.gradient(v, x, y)
+        return [a + 2e-3 * b for a, b in zip(g, v, strict=True)]
+
+    oracle.close(by_hand.row(states[1], 2), by_hand.descend(w, 2, 0, slope))

@@ -3,6 +3,7 @@
 import by_hand
 import numpy as np
 import oracle
+import toy
 
 
 def full(w):
@@ -60,3 +61,8 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(a, b, atol=5e-5)
         found = by_hand.row(states[2], i, "proto").T
         np.testing.assert_allclose(found, means(models[i], i), atol=5e-5)
+
+
+def test_nothing_is_learned_at_an_infinite_temperature():
+    states, _ = by_hand.run("fedpcl", tau=1e12, clip=1e6)
+    toy.assert_close(states[2].clients["w"], states[0].clients["w"], 1e-6)

@@ -6,6 +6,9 @@ import numpy as np
 import oracle
 import toy
 
+from fedjax_pfl import models
+from fedjax_pfl.algorithms.gpfl import Valve
+
 
 def layer_norm(x, p):
     x = (x - x.mean()) / np.sqrt(x.var() + 1e-5)
@@ -74,3 +77,11 @@ def test_a_round_by_slow_derivatives():
     )
     got = {k: states[1].server[k] for k in mean}
     toy.assert_close(got, mean, 1e-4)
+
+
+def test_a_valve_of_zeros_is_a_relu():
+    h = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    network = models.network(lambda rngs: Valve(4, rngs))
+    zero = jax.tree.map(np.zeros_like, network.init(jax.random.key(0)))
+    got, _ = network.apply(zero, (h, np.ones((1, 4), np.float32)))
+    np.testing.assert_array_equal(got, np.maximum(h, 0))

@@ -4,6 +4,7 @@ import by_hand
 import jax
 import numpy as np
 import oracle
+import toy
 
 from fedjax_pfl import keys
 
@@ -38,3 +39,10 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(got, wanted, atol=2e-5)
         for i in (0, 1, 2, 4):
             oracle.close(by_hand.row(states[t + 1], i), models[i])
+
+
+def test_the_first_rounds_head_is_fedavgs():
+    """All heads are equal then, and the head under which the body is trained too."""
+    ours, _ = by_hand.run("pfl_da", rounds=[[0, 1, 2]], lam=0.4)
+    theirs, _ = by_hand.run("fedavg", rounds=[[0, 1, 2]])
+    toy.assert_close(ours[1].server["head"], theirs[1].server["head"], 1e-5)
