@@ -149,7 +149,9 @@ def test_every_method_on_eight_devices(method, participation):
     (_, alone), (many, together) = (
         run(method, devices, participation, rounds=2) for devices in (1, 8)
     )
-    assert_close(on_host(many, together[-1].state), alone[-1].state, 1e-5)
+    # FedPCL's prototypes are divided by norms, which may be small
+    off = 1e-4 if method == "fedpcl" else 1e-5
+    assert_close(on_host(many, together[-1].state), alone[-1].state, off)
     for a, b in zip(together, alone, strict=True):
         assert_close(a.pre, b.pre, 1e-5)
 

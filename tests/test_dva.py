@@ -223,7 +223,7 @@ def test_which_parts_move(head):
         1,
         None,
     )
-    task.drop_last, task.augment = False, None
+    task.drop_last, task.augment, task.mix, task.per_example = False, None, None, None
     variables = dva_phases.init(NETS, jax.random.key(0))
     found = dva_phases.phases(NETS, head, xi=1.0)
     assert [phase.parts for phase in found] == MOVES[head]

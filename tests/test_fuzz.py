@@ -14,6 +14,7 @@ import toy
 from toy import PUBLIC, SHAPE, C, assert_same, rows
 
 from fedjax_pfl import simulate
+from fedjax_pfl.algorithms.registry import EXCLUDES
 from fedjax_pfl.engine import host_state
 from fedjax_pfl.types import Examples, Federation, Subset, Task
 
@@ -101,11 +102,13 @@ def draw(method: str, seed: int) -> Case:
         federation(sizes, own, *more, seed)
         for more in ((0, 0.0), (int(rng.integers(1, 9)), np.nan))
     )
+    excluded = method in EXCLUDES["optimizer"]
+    optimizers = [name for name in OPTIMIZERS if name == "sgd" or not excluded]
     given = {
         "sizes": sizes[0],
         "class_counts": np.asarray(plain.class_counts),
         "lr": 0.05,
-        "optimizer": OPTIMIZERS[one_of(*OPTIMIZERS)],
+        "optimizer": OPTIMIZERS[one_of(*optimizers)],
         "batch_size": 16 if apart else one_of(1, 2, 4, 16),
         "drop_last": not apart and one_of(True, False, False),
         "participation": one_of(

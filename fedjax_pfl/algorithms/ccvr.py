@@ -36,7 +36,16 @@ def covariance(first: Array, second: Array, count: Array) -> Array:
 def gaussian(key: Array, mean: Array, cov: Array, samples: int) -> Array:
     """Returns features [samples, K, C] of the classes' Gaussians."""
     values, vectors = jnp.linalg.eigh(cov.transpose(2, 0, 1))
-    root = vectors * jnp.sqrt(jnp.maximum(values, 0))[:, None]  # [C, K, K]
+    # Eigenvalues that are rounding have no direction, and equal ones many: the
+    # symmetric root does not depend on the choice.
+    values = jnp.where(values > 1e-5 * values[:, -1:], values, 0)
+    root = jnp.einsum(
+        "cik,ck,cjk->cij",
+        vectors,
+        jnp.sqrt(values),
+        vectors,
+        precision=jax.lax.Precision.HIGHEST,
+    )
     noise = jax.random.normal(key, (samples, *mean.T.shape), jnp.float32)
     moved = jnp.einsum("mck,cjk->mjc", noise, root, precision=jax.lax.Precision.HIGHEST)
     return mean[None] + moved
