@@ -1,6 +1,7 @@
 """Data sets of files: folders of images, tables, domains, and shifts of clients."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,32 @@ def test_domains_become_one_data_set_of_one_shape(tmp_path):
     assert (data.x[:4] == 255).all() and (data.x[4:10] == 0).all()
     small = datasets.load(f"domains:{names}", image_size=4)
     assert small.x.shape == (12, 4, 4, 3)
+
+
+def test_usps_is_read_from_h5(tmp_path):
+    h5py = pytest.importorskip(
+        "h5py", reason="h5py is not there: pip install -e '.[data]'"
+    )
+    draw = np.random.default_rng(0)
+    parts = {"train": draw.random((20, 256)), "test": draw.random((5, 256))}
+    with h5py.File(tmp_path / "usps.h5", "w") as file:
+        for split, x in parts.items():
+            file[f"{split}/data"], file[f"{split}/target"] = x, np.arange(len(x)) % 10
+    data = datasets.load(f"usps:{tmp_path / 'usps.h5'}")
+    assert data.x.shape == (25, 16, 16, 1) and data.x.dtype == np.uint8
+    assert data.num_train == 20 and data.num_classes == 10
+    assert np.array_equal(data.y[20:], np.arange(5))
+    whole = np.concatenate([*parts.values()]).reshape(25, 16, 16, 1)
+    np.testing.assert_allclose(data.x / 255, whole, atol=0.5 / 255)
+    (tmp_path / "usps.h5").write_bytes(b"no")
+    with pytest.raises(InputError, match=r"usps\.h5 cannot be read"):
+        datasets.load(f"usps:{tmp_path / 'usps.h5'}")
+
+
+def test_usps_without_h5py_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(InputError, match=r"pip install -e '\.\[data\]' adds it"):
+        datasets.load("usps:usps.h5")
 
 
 def shifted(spec, clients=4):

@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +296,30 @@ def test_the_word_tokenizer_splits_marks_and_lowers():
     assert split("Don't panic, it's 42!") == ["don't", "panic", ",", "it's", "42", "!"]
     with pytest.raises(InputError, match=r"must be word, char or a \.json file"):
         text.tokenizer("sentence")
+
+
+def test_a_tokenizer_of_hugging_face(tmp_path):
+    tokenizers = pytest.importorskip(
+        "tokenizers", reason="tokenizers is not there: pip install -e '.[data]'"
+    )
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"good": 0, "film": 1, "?": 2}, unk_token="?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = str(tmp_path / "tokenizer.json")
+    made.save(path)
+    assert text.tokenizer(path)("good old film") == ["good", "?", "film"]
+    data = text.classified(
+        "mine", ["good film", "film"], np.array([0, 1]), tokens=path, max_length=3
+    )
+    known = text.restricted(data, np.array([0, 1]))
+    assert known.x.shape == (2, 2) and known.x[0, 1] == known.x[1, 0] > text.UNKNOWN
+
+
+def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=r"pip install -e '\.\[data\]' adds it"):
+        text.tokenizer("tokenizer.json")
 
 
 def test_files_of_texts(tmp_path):

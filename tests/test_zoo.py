@@ -1,5 +1,5 @@
-"""CNN-1 to CNN-5, AlexNet and ShuffleNetV2, the common feature width, and CNN-k inside
-CNN-1."""
+"""CNN-1 to CNN-5, AlexNet, ShuffleNetV2, MobileNetV2 and the vision transformer, the
+common feature width, and CNN-k inside CNN-1."""
 
 import functools
 import math
@@ -16,7 +16,15 @@ from jax import lax
 from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.kernels.depthwise import depthwise_conv
-from fedjax_pfl.models import MODELS, layers, nets, nnx_model, shufflenet
+from fedjax_pfl.models import (
+    MODELS,
+    layers,
+    mobilenet,
+    nets,
+    nnx_model,
+    shufflenet,
+    vit,
+)
 
 KEY = jax.random.key(0)
 CIFAR, MNIST_RGB = (32, 32, 3), (28, 28, 3)
@@ -284,6 +292,52 @@ def test_padding_changes_nothing_in_shufflenet():
         return (logits[:3], *others), step(net, variables, x)
 
     close(*both(x, padded), 1e-4)
+
+
+# --- MobileNetV2 and the vision transformer
+# ------------------------------------------------------------------------------------
+
+
+def block_size(width):
+    """Query, key, value and output, two layers of 4 times the width, two layer norms."""
+    return 12 * width**2 + 13 * width
+
+
+def test_size_of_the_vision_transformer_is_its_formula():
+    for shape, patch in (((28, 28, 1), 4), ((64, 64, 3), 8)):
+        inputs = patch**2 * shape[2]
+        count = shape[0] * shape[1] // patch**2
+        ends = (inputs + 1 + count) * 128 + 2 * 128 + 128 * 10 + 10
+        net = models.model("vit_small", shape, 10)
+        variables = jax.eval_shape(net.init, KEY)
+        assert size(variables) == ends + 4 * block_size(128)
+
+
+def short_mobilenet(input_shape, num_classes, rngs):
+    """A stem, a plain block, one of stride 2 and one with a residual."""
+    stages = ((1, 4, 1, 1), (2, 6, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("STEM", 4), ("LAST", 8), ("STAGES", stages)):
+            patch.setattr(mobilenet, name, value)
+        body = mobilenet.MobileNet(input_shape[-1], False, rngs)
+    return nets.Net(body, layers.linear(8, num_classes, rngs))
+
+
+def short_vit(input_shape, num_classes, rngs):
+    body = vit.Patches(input_shape, 4, 8, 1, 2, rngs)
+    return nets.Net(body, layers.linear(8, num_classes, rngs))
+
+
+@pytest.mark.parametrize("make", [short_mobilenet, short_vit])
+def test_masked_rows_change_nothing_and_a_step_changes_all_parameters(make):
+    net, x = models.model(make, (8, 8, 2), 3), normal(0, 5, 8, 8, 2)
+    padded = np.where(np.arange(5)[:, None, None, None] < 3, x, 7)
+
+    run = jax.jit(lambda x: step(net, net.init(KEY), x, jnp.arange(5) < 3))
+    (logits, *found), (expected, *others) = run(x), run(padded)
+    close((logits[:3], *found), (expected[:3], *others), 1e-5)
+    for path, gradient in jax.tree.leaves_with_path(found[1]):
+        assert np.any(np.asarray(gradient) != 0), path
 
 
 # --- AlexNet

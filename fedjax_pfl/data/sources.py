@@ -92,7 +92,7 @@ def usps(path: str) -> Dataset:
             ]
         x, x_test = (_pixels(data.reshape(len(data), 16, 16)) for data, _ in parts)
     except ImportError:
-        raise InputError("usps needs the package h5py: pip install h5py.") from None
+        raise InputError("usps needs h5py: pip install -e '.[data]' adds it.") from None
     except (OSError, KeyError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error
     y, y_test = (target.astype(np.int32) for _, target in parts)

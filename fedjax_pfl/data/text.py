@@ -44,7 +44,7 @@ def tokenizer(name: str) -> Tokenizer:
         made = HuggingFace.from_file(str(Path(name).expanduser()))
     except ImportError:
         raise InputError(
-            f"tokenizer={name} needs the package tokenizers: pip install tokenizers."
+            f"tokenizer={name} needs tokenizers: pip install -e '.[data]' adds it."
         ) from None
     except Exception as error:  # of the library, which has no other type
         raise InputError(f"{name} cannot be read ({in_one_line(error)}).") from error
