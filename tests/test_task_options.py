@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from jax.extend.core import jaxprs_in_params
 
 from fedjax_pfl import augment, local_training, losses, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -93,7 +94,7 @@ def operations(task):
 def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from equations(inner)
 
 
