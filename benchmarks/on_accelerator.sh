@@ -17,21 +17,31 @@ part() { # name, seconds, command ...
 }
 
 methods="fedavg fedprox fedper fedrep fedbn ditto apfl pfedme scaffold pfedc"
-clients=100 repeats=3 quick=() recipe=() torch=()
+clients=100 repeats=3 batch=320 quick=() recipe=() torch=()
 if [ -n "$QUICK" ]; then
-  methods="fedavg" clients=4 repeats=1 quick=(--quick) recipe=(--images=2000)
+  methods="fedavg" clients=4 repeats=1 batch=16 quick=(--quick) recipe=(--images=2000)
 fi
 python -c 'import torch' 2>/dev/null && torch=(--pytorch)
 
-part device 30 python -c '
+part device 20 python -c '
 import jax, jaxlib
 print(jax.__version__, jaxlib.__version__, jax.devices())'
-part throughput 130 python -m benchmarks.throughput --models=cnn "${torch[@]}" \
+part throughput 120 python -m benchmarks.throughput --models=cnn "${torch[@]}" \
   --markdown --repeats=$repeats "${quick[@]}"
 part profile 45 python -m benchmarks.profiled --model=cnn --clients=$clients
 part kernels 30 python -m benchmarks.profiled --model=mlp --clients=$clients
-part resnet18 80 python -m benchmarks.throughput --models=resnet18 "${torch[@]}" \
+part resnet18 70 python -m benchmarks.throughput --models=resnet18 "${torch[@]}" \
   --markdown --repeats=1 "${quick[@]}"
+part one_model 30 python -c '
+import sys
+from benchmarks import setting
+from benchmarks.runner import Runner
+from fedjax_pfl.algorithms import ALGORITHMS
+setting.BATCHES["resnet18"] = batch = int(sys.argv[1])
+given = {"clients": 1, "steps": 5, "each": 2 * batch, "conv": "xla"}
+run = Runner(ALGORITHMS["fedavg"], *setting.build("resnet18", **given), 1, 1)
+run()
+print(f"one model: {5 * batch / min(run() for _ in range(3)):.0f} images/s")' $batch
 part recipes 80 python -m benchmarks.recipes --recipes=pfl_research,pfllib_100 \
   --repeats=1 --markdown "${recipe[@]}"
 run=(python -m experiments.main --workdir="$out/runs/first")

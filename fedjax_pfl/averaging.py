@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from chex import Numeric
 
 from fedjax_pfl import architectures, evaluation, keys, local_training, trees
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -168,6 +168,9 @@ def split(
       batch_norm: whether every leaf of a batch-norm module is kept, too.
       variables: a dict with a part "stats" that is divided in place of the model's
         variables.
+
+    Raises:
+      InputError: `personal` has another part.
     """
     stay = {
         *personal,
@@ -178,6 +181,8 @@ def split(
         if variables is not None
         else [model.bn_mask for model in task.models]
     )
+    for part in personal:
+        choose("part of a model", part, wholes[0])
     masks = [trees.parts(whole, tuple(stay)) for whole in wholes]
     if batch_norm:
         masks = [

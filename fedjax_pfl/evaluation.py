@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import local_training, trees
+from fedjax_pfl import local_training, losses, trees
 from fedjax_pfl.errors import ContractError
-from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores
+from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores, Task
 
 BATCH = 256  # test examples predicted at once
 Score = Callable[[Any, Array, Array, Client], Scores]
@@ -174,6 +174,21 @@ def client(
     if metrics:
         found |= whole(c.test, predictor, len(c.class_counts), metrics)
     return found
+
+
+def training_loss(c: Client, predictor: Predictor, task: Task) -> Array:
+    """Computes the mean loss of one client's predictor on its training examples, []; 0
+    without examples."""
+    loss = losses.of(task)
+
+    def batch_loss(batch: Batch) -> tuple[Array, Array]:
+        count = jnp.sum(batch.mask)
+        mean = loss(predictor(batch.x, batch.mask), batch.y, batch.mask)
+        return jnp.where(count > 0, mean, 0) * count, count
+
+    width = min(BATCH, max(1, c.train.index.shape[0]))
+    total, count = local_training.sweep(c.train, batch_loss, width)
+    return total / jnp.maximum(count, 1)
 
 
 def whole(

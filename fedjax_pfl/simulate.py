@@ -13,6 +13,7 @@ from fedjax_pfl.data.partition import Partition, class_counts as counts_of
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
 from fedjax_pfl.engine.method import Traced
+from fedjax_pfl.engine.phases import Phase, phases
 from fedjax_pfl.engine.program import Program, Round, program
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.rounds import Compiled, compiled, rounds, rounds_at_once
@@ -25,6 +26,7 @@ from fedjax_pfl.types import Array, Federation, Model, State, Task
 __all__ = [
     "Compiled",
     "DivergenceError",
+    "Phase",
     "Program",
     "Result",
     "Round",
@@ -32,6 +34,7 @@ __all__ = [
     "compiler_options",
     "curve",
     "hyperparameters",
+    "phases",
     "program",
     "record",
     "rounds",

@@ -183,8 +183,9 @@ class Task(NamedTuple):
     mix: Callable[..., tuple[Array, Array]] | None = None
     # (round) -> factor of lr
     schedule: Callable[[Array], Array] | None = None
-    # (key, round) -> weights [N] of the draw of a round's clients; None: uniform
-    sampling: Callable[[Array, Array], Array] | None = None
+    # (key, round, History) -> weights [N] of the draw of a round's clients; None:
+    # uniform
+    sampling: Callable[[Array, Array, "History"], Array] | None = None
     # (client id, round) -> Work; None: all clients have the task's local work
     work: Callable[[Array, Array], "Work"] | None = None
     # further scores of logits, names in `evaluation.METRICS`
@@ -249,6 +250,15 @@ class Grouped(NamedTuple):
 
     # [G] trees, leading axis: the clients of that architecture
     trees: tuple[PyTree, ...]
+
+
+class History(NamedTuple):
+    """The run before a round, as `Task.sampling` sees it."""
+
+    number: Array  # [] int32, clients that the round draws
+    # (ids [d]) -> [d], mean loss on a client's training examples of the model that it
+    # would use before the round; computed where it is called
+    loss: Callable[[Array], Array]
 
 
 class State(NamedTuple):

@@ -23,14 +23,21 @@ CALLS = {  # arguments of a function of each kind
     "schedule": "(round)",
     "loss": "(logits, y, mask)",
     "mix": "(key, x, labels, mask)",
-    "sampling": "(key, round)",
+    "sampling": "(key, round, history)",
 }
 # prefixes of other names
 _BUILT_IN = tuple(
     f"{name}:"
     for name in (
         *("npz", "tfds", "file", "blocks", "natural"),
-        *("label_smoothing", "focal", "class_balanced", "mixup", "cutmix"),
+        *(
+            "label_smoothing",
+            "focal",
+            "class_balanced",
+            "mixup",
+            "cutmix",
+            "power_of_choice",
+        ),
         *("text", "table", "imagefolder", "domains", "usps"),
     )
 )

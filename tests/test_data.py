@@ -532,8 +532,7 @@ def test_tfds_without_the_splits_that_are_read(tmp_path):
 def test_a_line_about_a_data_set():
     digits = datasets.load("digits")
     assert datasets.describe(digits) == (
-        "digits: uint8[8, 8, 1] in [0, 16], 10 classes, 1,797 training and 0 test "
-        "examples"
+        "digits: uint8[8, 8, 1] in [0, 16], 10 classes, 1,797 examples"
     )
 
 

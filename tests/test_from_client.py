@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, testing, trees
 from fedjax_pfl.algorithms import ALGORITHMS, template
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Metrics, State
 
 
@@ -82,3 +84,8 @@ def jaxpr(factory):
 )
 def test_the_round_is_the_one_written_by_hand(made, by_hand):
     assert jaxpr(made) == jaxpr(by_hand)
+
+
+def test_an_unknown_part_is_named():
+    with pytest.raises(InputError, match="part of a model 'layer0'"):
+        averaging.split(toy.task("mlp"), ("layer0",))

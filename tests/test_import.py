@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 CODE = """
+import sys
 import fedjax_pfl, fedjax_pfl.experiment, experiments.main
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
+assert not {"tensorflow", "tensorflow_datasets", "torch"} & set(sys.modules)
 """
 
 

@@ -1,6 +1,7 @@
 """Options of a task that every method has: loss, mixed examples, local work per client,
 sampling, schedule."""
 
+import collections
 import functools
 
 import jax
@@ -20,6 +21,15 @@ from fedjax_pfl.types import Work
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 Z, Y, MASK = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 0, 1]), np.arange(6) < 5
+# operations of FedAvg's round on the toy task
+PLAIN = {
+    "dot_general": 3,
+    "random_bits": 4,
+    "scan": 6,
+    "while": 2,
+    "cond": 1,
+    "sort": 4,
+}
 QUICK = ("fedavg", "mocha", "fml", "fedmd")
 each_method = pytest.mark.parametrize(
     "method", [name if name in QUICK else toy.slow(name) for name in ALGORITHMS]
@@ -68,6 +78,40 @@ def test_work_per_client_is_done_or_refused(method):
             trace(method, work=work)
     else:
         trace(method, work=work)
+
+
+def operations(task):
+    """Returns a plain round's program, and the number of each operation in it."""
+    program, f = toy.program("fedavg", task), toy.federation()
+    state = jax.eval_shape(program.init, KEY, program.traced)
+    given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))
+    jaxpr = jax.make_jaxpr(program.round)(*given)
+    count = collections.Counter(e.primitive.name for e in equations(jaxpr.jaxpr))
+    return str(jaxpr), count
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def test_options_that_are_not_given_add_nothing_to_a_round():
+    task = TASK._replace(participation=(0.4, 0.4))
+    text, count = operations(task)
+    assert {name: count[name] for name in PLAIN} == PLAIN
+    neutral = {"loss": losses.cross_entropy, "sampling": None, "work": None}
+    assert operations(task._replace(**neutral, metrics=()))[0] == text
+    given = {
+        "loss": losses.focal(2.0),
+        "mix": augment.mixup(0.2),
+        "schedule": lambda t: 1.0 / (1 + t),
+        "sampling": lambda key, t, history: jnp.ones(toy.N),
+        "work": lambda id, t: Work(epochs=1 + id % 2),
+    }
+    for name, value in given.items():
+        assert operations(task._replace(**{name: value}))[0] != text, name
 
 
 def test_exclusions_name_options_and_methods():
@@ -168,7 +212,9 @@ def test_fednova_moves_by_changes_per_step():
 
 
 def test_clients_are_drawn_by_their_weights():
-    task = TASK._replace(participation=(0.2, 0.2), sampling=lambda key, t: TASK.sizes)
+    task = TASK._replace(
+        participation=(0.2, 0.2), sampling=lambda key, t, history: TASK.sizes
+    )
     draw = jax.vmap(lambda key: sampling.sample(key, task)[0][0])
     ids = draw(jax.random.split(KEY, 4000))
     found = np.bincount(ids, minlength=toy.N) / 4000
@@ -176,7 +222,7 @@ def test_clients_are_drawn_by_their_weights():
 
 
 def test_too_few_weights_are_an_error():
-    task = TASK._replace(sampling=lambda key, t: jnp.ones(3))
+    task = TASK._replace(sampling=lambda key, t, history: jnp.ones(3))
     with pytest.raises(
         InputError, match=r"`sampling` must return weights \[5\], got \[3"
     ):
@@ -186,11 +232,62 @@ def test_too_few_weights_are_an_error():
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_only_available_clients_take_part(share):
     available = np.array([[1, 0, 1, 0, 1], [0, 1, 0, 0, 0]])
-    trace = lambda key, t: jnp.asarray(available)[t % 2]
+    trace = lambda key, t, history: jnp.asarray(available)[t % 2]
     task = TASK._replace(participation=(share, share), sampling=trace)
     for t in range(2):
         ids, active = sampling.sample(jax.random.fold_in(KEY, t), task, t)
         assert set(np.asarray(ids[active])) == set(np.flatnonzero(available[t]))
+
+
+def losses_before(run, f):
+    """Returns the mean cross entropy of the first global model per client."""
+    w, model = run.begin.server, TASK.model
+    found = []
+    for i in range(toy.N):
+        at = f.train.index[i, : f.train.size[i]]
+        variables = {"stats": {}, **w}
+        z, _ = model.apply(variables, TASK.prepare(f.examples.x[at]))
+        here = jnp.ones(len(at), bool)
+        found.append(float(losses.cross_entropy(z, f.examples.y[at], here)))
+    return np.array(found)
+
+
+def test_power_of_choice_takes_the_highest_loss_among_all():
+    choice = sampling.power_of_choice(TASK.sizes, toy.N)
+    task = TASK._replace(participation=(0.4, 0.4), sampling=choice)
+    run, f = toy.train("fedavg", task, 1), toy.federation()
+    ids = run.metrics.ids[0][run.metrics.active[0]]
+    assert set(ids) == set(np.argsort(-losses_before(run, f))[:2])
+
+
+def test_power_of_choice_of_as_many_candidates_is_a_draw_by_size():
+    sizes = np.array([5, 0, 3, 0, 0])
+    choice = sampling.power_of_choice(sizes, 2)
+    task = TASK._replace(participation=(0.4, 0.4), sampling=choice)
+    ids, active = sampling.sample(KEY, task, 0, lambda ids: jnp.zeros(len(ids)))
+    assert active.all() and set(np.asarray(ids)) == {0, 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"participation": (1.0, 1.0)}])
+def test_own_sampling_reads_the_loss_of_the_received_model(options):
+    seen = []
+
+    def own(key, t, history):
+        loss = history.loss(jnp.arange(toy.N))
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), loss)
+        return loss
+
+    task = TASK._replace(**({"participation": (0.4, 0.4), "sampling": own} | options))
+    run = toy.train("fedavg", task, 1)
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen[0], losses_before(run, toy.federation()), rtol=1e-5)
+
+
+def test_state_in_host_memory_gives_no_losses():
+    choice = sampling.power_of_choice(TASK.sizes, 3)
+    task = TASK._replace(participation=(0.4, 0.4), sampling=choice)
+    with pytest.raises(InputError, match=r"`history\.loss` needs the state"):
+        sampling.sample(KEY, task)
 
 
 def test_a_schedule_scales_the_learning_rate_of_each_round():

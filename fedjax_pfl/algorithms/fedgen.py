@@ -41,7 +41,8 @@ class Generator(nnx.Module):
     """Features [B, K] of noise and a class, by one hidden layer with batch norm."""
 
     def __init__(self, inputs: int, hidden: int, width: int, rngs: nnx.Rngs):
-        self.inner = layers.linear(inputs, hidden, rngs)
+        # The batch norm removes a bias, whose gradient would be rounding to Adam.
+        self.inner = layers.linear(inputs, hidden, rngs, use_bias=False)
         self.norm = layers.BatchNorm(hidden, rngs=rngs)
         self.outer = layers.linear(hidden, width, rngs)
 

@@ -182,6 +182,22 @@ def select(p: Partition, ids: np.ndarray) -> Partition:
     return build(**_contents(chosen), moved=p.moved)
 
 
+def keep(p: Partition, mask: np.ndarray) -> Partition:
+    """Keeps the examples of a mask [n] bool, as for classes that arrive during a run.
+
+    The widths are those of `p`: federations of the results share a compiled program.
+    """
+    parts: dict[str, Any] = {}
+    for name in _PARTS:
+        index, sizes = getattr(p, name), getattr(p, f"{name}_sizes")
+        kept = (np.arange(index.shape[1]) < sizes[:, None]) & mask[index]
+        order = np.argsort(~kept, axis=1, kind="stable")
+        kept = np.take_along_axis(kept, order, axis=1)
+        parts[name] = np.where(kept, np.take_along_axis(index, order, axis=1), 0)
+        parts[f"{name}_sizes"] = kept.sum(axis=1).astype(sizes.dtype)
+    return p._replace(**parts)
+
+
 def flat(index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Returns the valid entries of padded rows [N, M], client after client."""
     return np.extract(_valid(index, sizes), index)

@@ -61,12 +61,14 @@ class Parts(NamedTuple):
     [S, ...]."""
 
     init: Callable[..., State]  # (key, traced) -> State[N], rows by client id
-    # (placement, key, t) -> ids and active of the round
+    # (placement, key, t, loss) -> ids and active of the round
     draw: Callable[..., tuple[Array, Array]]
     # (key, traced, federation, State, ids, active, t, evaluated)
     train: Callable[..., tuple[State, Round]]
     # (key, traced, federation, State, ids, t, lengths) -> {name: [S]}
     score: Callable[..., dict[str, Array]]
+    # the same arguments -> mean training loss before the round [S]
+    losses: Callable[..., Array]
     traced: dict[str, float]  # the traced hyperparameters
     placement: Placement | None
     lengths: tuple[int, ...]  # clients per architecture in a round, padding included
@@ -175,6 +177,23 @@ def _program(
     def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
         return place(on.init(key, traced), where)
 
+    def of_all(
+        function: Callable[..., PyTree],
+        key: Array,
+        traced: Traced,
+        federation: Federation,
+        state: State,
+        t: Array,
+    ) -> PyTree:
+        """Returns what a function of Parts returns of all clients, by id."""
+        where = rows(federation.placement).where
+        ids = jnp.arange(n, dtype=jnp.int32)
+        if where is None:
+            return function(key, traced, federation, state, ids, t, whole)
+        ids = jnp.asarray(where.client)
+        found = function(key, traced, federation, state, ids, t, whole)
+        return trees.gather(found, jnp.asarray(where.row)[:n])
+
     def round(
         key: Array,
         traced: Traced,
@@ -187,7 +206,14 @@ def _program(
             mesh, key, traced, federation, state, t, evaluated
         )
         home = rows(federation.placement)
-        ids, active = on.draw(home.where, key, t)
+
+        def loss(ids: Array) -> Array:
+            if home.where is not None:
+                return of_all(on.losses, key, traced, federation, state, t)[ids]
+            here = State(state.server, home.gather(state.clients, ids, (len(ids),)))
+            return on.losses(key, traced, federation, here, ids, t, (len(ids),))
+
+        ids, active = on.draw(home.where, key, t, loss)
         at = sharded(home.of(ids), mesh, P())
         here = state.clients
         if not everybody:
@@ -209,13 +235,7 @@ def _program(
         key, traced, federation, state, t = _free(
             mesh, key, traced, federation, state, t
         )
-        where = rows(federation.placement).where
-        if where is None:
-            ids = jnp.arange(n, dtype=jnp.int32)
-            return on.score(key, traced, federation, state, ids, t, whole)
-        ids = jnp.asarray(where.client)
-        found = on.score(key, traced, federation, state, ids, t, whole)
-        return trees.gather(found, jnp.asarray(where.row)[:n])
+        return of_all(on.score, key, traced, federation, state, t)
 
     def predict(
         key: Array,
@@ -318,9 +338,11 @@ def parts(
         # no buffer may occur twice when the state is donated
         return jax.tree.map(jnp.copy, drawn)
 
-    def draw(where: Placement | None, key: Array, t: Array) -> tuple[Array, Array]:
+    def draw(
+        where: Placement | None, key: Array, t: Array, *loss: Callable[[Array], Array]
+    ) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
-        ids, active = sample(stream, task, t)
+        ids, active = sample(stream, task, t, *loss)
         return arrange(task, where, ids, active, devices)
 
     def train(
@@ -374,7 +396,27 @@ def parts(
             present = cohort(key, f, ids, real, t, jnp.bool(True), lengths)
             return present.map(client, here.clients)
 
-    return Parts(init, draw, train, score, traced, where, lengths, mesh)
+    def losses(
+        key: Array,
+        traced: Traced,
+        f: Federation,
+        here: State,
+        ids: Array,
+        t: Array,
+        lengths: tuple[int, ...],
+    ) -> Array:
+        key, traced, f, here, ids = _free(mesh, key, traced, f, here, ids)
+        method = algorithm(traced, t)
+
+        def client(c: Client, row: PyTree) -> Array:
+            predictor = method.predict(here.server, row, c)
+            return evaluation.training_loss(c, predictor, task)
+
+        real = ids < task.num_clients
+        present = cohort(key, f, ids, real, t, jnp.bool(False), lengths)
+        return present.map(client, here.clients)
+
+    return Parts(init, draw, train, score, losses, traced, where, lengths, mesh)
 
 
 def _free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:

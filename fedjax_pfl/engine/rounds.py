@@ -102,6 +102,18 @@ def _arguments(
     return distributed.replicate((key, traced, federation), program.mesh)
 
 
+def arguments(
+    program: Program, key: Array, federation: Federation, run: Compiled
+) -> tuple[Array, Traced, Federation]:
+    """Returns key, traced hyperparameters and federation as the functions of `run` take
+    them."""
+    key, traced, federation = _arguments(program, key, federation)
+    if run.formats is not None:
+        examples = jax.device_put(federation.examples, run.formats)
+        federation = federation._replace(examples=examples)
+    return key, traced, federation
+
+
 def rounds(
     program: Program,
     key: Array,
@@ -233,10 +245,7 @@ def _steps(
     """Yields the fields of each Result, with padding and without a check that they are
     finite."""
     validate.rounds(rounds, eval_every, start, state, state_every)
-    key, traced, federation = _arguments(program, key, federation)
-    if run.formats is not None:
-        examples = jax.device_put(federation.examples, run.formats)
-        federation = federation._replace(examples=examples)
+    key, traced, federation = arguments(program, key, federation, run)
     if state is None:
         state = run.init(key, traced, federation.placement)
     together = run.together and 1 not in (eval_every, state_every)

@@ -1,10 +1,13 @@
 """Sampling of the clients of a round."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Task
+from fedjax_pfl.types import Array, History, Task
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
@@ -16,19 +19,35 @@ def shares(task: Task) -> tuple[float, float]:
     return low, high
 
 
-def sample(key: Array, task: Task, round: Array | int = 0) -> tuple[Array, Array]:
+def _no_loss(ids: Array) -> Array:
+    raise InputError(
+        "`history.loss` needs the state of the clients on the devices: use "
+        "client_memory=device."
+    )
+
+
+def sample(
+    key: Array,
+    task: Task,
+    round: Array | int = 0,
+    loss: Callable[[Array], Array] = _no_loss,
+) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
     With participation (low, high) their number is uniform on {max(1, floor(low N)),
     ..., floor(high N)}. With `Task.sampling` they are drawn one after another by its
     weights, without replacement, and none of weight 0.
+
+    Args:
+      loss: as of `types.History`.
     """
     n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if task.sampling is not None:
         stream = jax.random.fold_in(key_ids, 1)
-        weights = jnp.asarray(task.sampling(stream, jnp.asarray(round)))
+        history = History(number, loss)
+        weights = jnp.asarray(task.sampling(stream, jnp.asarray(round), history))
         if weights.shape != (n,):
             raise InputError(
                 f"`sampling` must return weights [{n}], got {list(weights.shape)}."
@@ -47,6 +66,33 @@ def sample(key: Array, task: Task, round: Array | int = 0) -> tuple[Array, Array
     if most == n:  # no rows need a gather
         return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
     return order[:most], jnp.arange(most) < number
+
+
+def power_of_choice(
+    sizes: np.ndarray, candidates: int
+) -> Callable[[Array, Array, History], Array]:
+    """Returns a `Task.sampling` that takes the clients of highest loss among candidates
+    drawn by size (Cho et al., AISTATS 2022, power of choice).
+
+    Args:
+      sizes: [N] training examples.
+      candidates: d, at least the clients of a round; with these the draw is by size.
+
+    Raises:
+      InputError: `candidates` is not in [1, N].
+    """
+    n = len(sizes)
+    if not 1 <= candidates <= n:
+        raise InputError(f"`candidates` must be in [1, {n}], got {candidates}.")
+
+    def weights(key: Array, round: Array, history: History) -> Array:
+        score = jnp.log(jnp.asarray(sizes)) + jax.random.gumbel(key, (n,))
+        ids = jnp.argsort(-score)[:candidates].astype(jnp.int32)
+        first = ids[jnp.argsort(-history.loss(ids))]
+        taken = jnp.arange(candidates) < history.number
+        return jnp.zeros(n).at[first].set(taken)
+
+    return weights
 
 
 def _distinct(key: Array, n: int, count: int) -> Array:

@@ -183,7 +183,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task = simulate.with_public(task, public)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
-    task = task._replace(sampling=task_options.sampling(config, task.sizes))
+    task = task._replace(sampling=task_options.sampling(config, task))
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)

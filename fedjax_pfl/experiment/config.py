@@ -56,7 +56,9 @@ class Config:
 
     algo: str = _field("", "method, or FILE.py:FUNCTION")
     preset: str | None = _field(
-        None, "setting of a paper, which other flags override (digits has one)"
+        None,
+        "setting of a paper, which other flags override; "
+        "with --dataset=digits the preset digits replaces the defaults below",
     )
     dataset: str = _field("digits", "data set, npz:PATH or FILE.py:FUNCTION")
     data_fraction: float = _field(1.0, "stratified fraction of the data set, in (0, 1]")
@@ -135,8 +137,8 @@ class Config:
     )
     sampling: str = _field(
         "uniform",
-        "draw of a round's clients: uniform, size, or FILE.py:FUNCTION of (key, round) "
-        "that returns weights",
+        "draw of a round's clients: uniform, size, power_of_choice:CANDIDATES, or "
+        "FILE.py:FUNCTION of (key, round, history) that returns weights",
     )
     metrics: str = _field(
         "acc", "scores: acc, and further ones of auc, ap, ece, f1, as acc,auc"
@@ -449,7 +451,7 @@ def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
     if differing:
         raise InputError(
             f"The recorded run has other settings: {', '.join(differing)}. "
-            "Choose another directory."
+            "Choose another directory by --workdir (run) or --root (sweep)."
         )
     changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
     return complete(recorded.replace(**changed))

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, metrics, results
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
@@ -215,6 +216,8 @@ def main(argv: Sequence[str]) -> int:
     runs = results.find(words)
     parent = runs[0].path if len(runs) == 1 else runs[0].path.parent
     folder = Path(given.get("output", parent / "figures"))
+    if folder.suffix in (".png", ".pdf"):
+        raise InputError(f"--output must be a folder, got {folder}.")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(runs)
     if len(runs) == 1:  # needs the data

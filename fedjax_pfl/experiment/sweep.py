@@ -250,3 +250,4 @@ def show(runs: Sequence[results.Run], by: str | None) -> None:
         table = table[table["label"].isin(chosen)]
         runs = [run for run in runs if str(run.path) in set(table["run"])]
     print(f"\n{results.comparison(runs, table).to_string()}")
+    print(f"All results: fedjax-pfl report {runs[0].path.parent} [--format=html]")

@@ -12,8 +12,10 @@ import numpy as np
 import optax
 
 from fedjax_pfl import augment, losses, user_code
-from fedjax_pfl.errors import choose
+from fedjax_pfl.engine.sampling import power_of_choice
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import config as settings
+from fedjax_pfl.types import Task
 
 # {name: (value -> the field, the default value)}
 LOSSES: dict[str, tuple[Callable[..., Any], float]] = {
@@ -36,9 +38,13 @@ SCHEDULES: dict[str, Callable[[int], Any]] = {
         1.0, {rounds // 2: 0.1, 3 * rounds // 4: 0.1}
     ),
 }
-SAMPLINGS: dict[str, Callable[[np.ndarray], Any]] = {
-    "uniform": lambda sizes: None,
-    "size": lambda sizes: lambda key, t: jnp.asarray(sizes),
+SAMPLINGS: dict[str, tuple[Callable[..., Any], float]] = {
+    "uniform": (lambda value, task: None, 0.0),
+    "size": (
+        lambda value, task: lambda key, t, history: jnp.asarray(task.sizes),
+        0.0,
+    ),
+    "power_of_choice": (lambda value, task: _by_loss(value, task), 0.0),
 }
 
 
@@ -57,9 +63,22 @@ def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
     }
 
 
-def sampling(config: settings.Config, sizes: np.ndarray) -> Any:
-    """Returns `Task.sampling` for clients with `sizes` [N] training examples."""
-    return _named("sampling", config.sampling, SAMPLINGS, sizes)
+def sampling(config: settings.Config, task: Task) -> Any:
+    """Returns `Task.sampling` for the clients of a task."""
+    return _valued("sampling", config.sampling, SAMPLINGS, task)
+
+
+def _by_loss(value: float, task: Task) -> Any:
+    """Returns the power of choice among `value` candidates, by default twice a round's
+    clients."""
+    most, n = max(task.cohort_sizes), task.num_clients
+    candidates = int(value) or min(2 * most, n)
+    if candidates != (value or candidates) or not most <= candidates <= n:
+        raise InputError(
+            f"`power_of_choice` needs a whole number of candidates in [{most}, {n}], "
+            f"got {value:g}."
+        )
+    return power_of_choice(task.sizes, candidates)
 
 
 def _named(kind: str, name: str, known: Mapping[str, Any], *given: Any) -> Any:

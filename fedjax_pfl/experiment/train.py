@@ -317,10 +317,12 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
     c, n = e.config, e.examples
     part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
     sizes = ", ".join(f"{num_parameters(model):,}" for model in e.task.models)
+    preset = f", preset {c.preset}" if c.preset else ""
     work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
     return (
-        f"{c.algo} on {c.dataset}{part}: {text.plural(e.task.num_clients, 'client')} "
-        f"({c.partition}), {c.model} with {sizes} parameters, "
+        f"{c.algo} on {c.dataset}{part}{preset}: "
+        f"{text.plural(e.task.num_clients, 'client')} ({c.partition}), "
+        f"{c.model} with {sizes} parameters, "
         f"{text.plural(c.rounds, 'round')} of {work}\n"
         f"{datasets.describe(e.dataset)}\n"
         f"{', '.join(str(directory.path) for directory in directories)}: "

@@ -18,7 +18,7 @@ optimizer = lambda lr: optax.sgd(lr / 2)
 schedule = lambda t: 1.0 / (1 + t)
 loss = lambda logits, y, mask: jnp.sum(logits * mask[:, None])
 mix = lambda key, x, labels, mask: (x, labels)
-sampling = lambda key, t: jnp.ones(5)
+sampling = lambda key, t, history: jnp.ones(5)
 """
 
 GIVEN = {"algo": "fedavg", "clients": 5, "model": "linear", "partition": "iid"}
@@ -66,12 +66,12 @@ def test_functions_of_a_file(tmp_path):
     task = make(**given).task
     updates, _ = task.optimizer(1.0).update(1.0, task.optimizer(1.0).init(1.0))
     assert updates == -0.5 and task.schedule(1) == 0.5
-    assert task.sampling(None, 0).shape == (5,)
+    assert task.sampling(None, 0, None).shape == (5,)
 
 
 def test_sizes_are_those_of_the_clients_that_train():
     e = make(sampling="size", unseen=0.4)
-    np.testing.assert_array_equal(e.task.sampling(None, 0), e.task.sizes)
+    np.testing.assert_array_equal(e.task.sampling(None, 0, None), e.task.sizes)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,7 @@ def test_sizes_are_those_of_the_clients_that_train():
         ({"mix": "mixup:x"}, "mix=x must be a number"),
         ({"schedule": "linear"}, "Unknown schedule 'linear'"),
         ({"sampling": "loss"}, "Unknown sampling 'loss'"),
+        ({"sampling": "power_of_choice:2.5"}, r"candidates in \[5, 5\], got 2.5"),
         ({"metrics": "acc,roc"}, "Unknown metric 'roc'"),
         ({"algo": "pfedc", "loss": "focal"}, "pfedc takes no `loss` of this kind"),
         ({"algo": "scaffold", "momentum": 0.9}, "scaffold takes no `optimizer`"),
