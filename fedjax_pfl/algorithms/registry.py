@@ -52,6 +52,7 @@ ON_TARGETS = frozenset(
         *("fedadmm", "fedma", "pfedma", "fedper", "fedrep", "lg_fedavg", "fedbabu"),
         *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
         *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
+        *("apple", "cfl", "fedcross", "fedcac", "fedmtl", "pfedsim", "pfl_da"),
     )
 )
 
