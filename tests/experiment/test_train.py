@@ -125,6 +125,7 @@ def test_a_schedule_over_the_rounds_cannot_grow(tmp_path, capsys):
 def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):
     directory = RunDirectory(tmp_path / "run")
     e = build(CONFIG)
+    before = signal.getsignal(signal.SIGINT)
     interrupt = callbacks.Interrupt()
 
     def press(result):
@@ -139,7 +140,7 @@ def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):
         train(e, [interrupt, press, *found])
     assert directory.summary["status"] == "interrupted"
     assert directory.restore(e)[0] == 3
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow
