@@ -271,6 +271,13 @@ def ece(p: Array, y: Array, mask: Array, bins: int = 15) -> Array:
     return jnp.where(count > 0, jnp.sum(jnp.abs(gaps)) / count, jnp.nan)
 
 
+def balanced_accuracy(p: Array, y: Array, mask: Array) -> Array:
+    """Recall of each class, the mean over classes with examples."""
+    right = (jnp.argmax(p, axis=1) == y) & mask
+    true = jax.nn.one_hot(y, p.shape[1]) * mask[:, None]
+    return ratio(jnp.sum(true * right[:, None], axis=0), jnp.sum(true, axis=0))
+
+
 def macro_f1(p: Array, y: Array, mask: Array) -> Array:
     """F1 of each class, the mean over classes that are a label or a prediction."""
     classes = p.shape[1]
@@ -286,6 +293,7 @@ HEADLINES = {"f": ("mse", "min"), "b": ("f1", "max")}
 METRICS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "auc": auc,
     "ap": average_precision,
+    "balanced_accuracy": balanced_accuracy,
     "ece": ece,
     "f1": macro_f1,
 }

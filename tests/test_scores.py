@@ -33,6 +33,9 @@ def calibration():
 EXPECTED = {
     "auc": lambda: one_against_the_rest(sklearn.roc_auc_score),
     "ap": lambda: one_against_the_rest(sklearn.average_precision_score),
+    "balanced_accuracy": lambda: sklearn.recall_score(
+        Y[MASK], P[MASK].argmax(1), labels=np.unique(Y[MASK]), average="macro"
+    ),
     "f1": lambda: sklearn.f1_score(Y[MASK], P[MASK].argmax(1), average="macro"),
     "ece": calibration,
 }
