@@ -1,4 +1,4 @@
-"""Data sets: what is loaded, what is cached, and what is said about bad input."""
+"""Data sets: loading, the cache, and errors for bad input."""
 
 import os
 import re
@@ -266,6 +266,10 @@ def test_hugging_face_data_sets():
     same_data(datasets.load(named, columns=("picture", "kind")), alone)
     with pytest.raises(InputError, match=r"`columns` must name .* picture, kind"):
         datasets.load(named)
+    owned = Split(4, img=pictures, label=y, user=list("aabbab"))
+    owned.features["user"] = type("Value", (), {"dtype": "string"})()
+    users = datasets.load(owned).columns
+    assert list(users) == ["user"] and users["user"].tolist() == list("aabbab")
     with pytest.raises(InputError, match="must have a split train, got validation"):
         datasets.load({"validation": train})
     pictures[0] = pictures[0].resize((5, 4))
@@ -537,7 +541,7 @@ def test_a_line_about_a_data_set():
 
 
 GREY = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 1))
-UNUSUAL = [  # inputs, and what is said about them; nothing: they are usual
+UNUSUAL = [  # inputs and the warning; none for usual ones
     (GREY.astype(np.uint8), None),
     (GREY.astype(np.float32) / 255, None),
     (GREY.astype(np.float32) / 100 - 1, None),

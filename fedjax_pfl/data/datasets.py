@@ -299,8 +299,18 @@ def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Data
                 raise InputError(f"{name}: {x} must have one shape. Resize it first.")
             arrays[f"x{end}"] = np.asarray(rows)
             arrays[f"y{end}"] = np.asarray(list(splits[split][y]))
-    classes = getattr(splits["train"].features[y], "num_classes", None)
-    return from_arrays(**arrays, name=name, num_classes=classes)
+    features = splits["train"].features
+    parts = [splits[split] for split in ("train", "test") if split in splits]
+    # Images and lists have other types: they are no values of clients.
+    values = {
+        other: np.concatenate([np.asarray(list(part[other])) for part in parts])
+        for other in found
+        if other not in (x, y)
+        and all(other in part.column_names for part in parts)
+        and str(getattr(features[other], "dtype", "")).startswith(("int", "string"))
+    }
+    classes = getattr(features[y], "num_classes", None)
+    return from_arrays(**arrays, name=name, num_classes=classes, columns=values)
 
 
 def _read(path: str) -> dict[str, Any]:
