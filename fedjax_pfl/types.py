@@ -89,7 +89,7 @@ class Work(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step sees.
+    """Examples of one local step.
 
     With L labels per example the rows of `y`, `mask` and of a model's outputs are the
     B L positions of the batch, example after example.
@@ -262,7 +262,7 @@ class History(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a method carries from round to round."""
+    """Values that a method carries from round to round."""
 
     # no client axis, or a leading N, by client id, where the server must see every
     # client
@@ -273,7 +273,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a round reports."""
+    """Results that a round reports."""
 
     # [S] mean training loss over the local steps, of the model that the method's Note
     # names; required
@@ -286,7 +286,7 @@ class Metrics(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one client returns from a round, see `averaging.from_client`."""
+    """Result of one client's round, see `averaging.from_client`."""
 
     upload: PyTree  # of floats; averaged by the server
     row: PyTree  # the client's entry of State.clients, kept

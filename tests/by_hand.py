@@ -97,7 +97,7 @@ def descend(w, i, t, slope=oracle.gradient):
 
 
 def row(state, i, *path):
-    """A client's row, or a part of it, of State.clients."""
+    """A client's row of State.clients, or one entry of the row."""
     part = toy.rows(state.clients, i)
     for name in path:
         part = part[name]

@@ -55,7 +55,7 @@ def test_whole_uploads_are_the_plain_run(method):
 
 
 def test_what_was_lost_is_sent_later():
-    """What the clients have sent and what they hold sums to their updates."""
+    """Sent uploads and held errors sum to the updates."""
     under = compression.compressed("fedavg", "top_k", 0.1)
     found = toy.train(under, toy.task(), rounds=1)
     plain = toy.train("fedavg", toy.task(), rounds=1)

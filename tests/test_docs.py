@@ -142,7 +142,8 @@ def test_the_language_is_plain(path):
         assert not words, (file, words)
         tree = ast.walk(ast.parse(text)) if file.suffix == ".py" else ()
         for node in tree:
-            doc = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            doc = documented and ast.get_docstring(node)
             assert not OPENING.match(doc or ""), (file, doc)
 
 

@@ -1,5 +1,4 @@
-"""What memory a run takes, by XLA's account of what is compiled, and what is done about
-it."""
+"""Memory of a run by XLA's account, and the refusal of one that is too large."""
 
 import functools
 import os
@@ -28,7 +27,7 @@ ONE = 4 * (6 * 1024 + 1024 + 1024 * toy.C + toy.C)  # bytes of the model
 
 @functools.cache
 def peak_of(method, width=1, devices=1):
-    """Of a run with a network that is large beside the rest."""
+    """Returns the peak of a run whose network is larger than all other arrays."""
     program = toy.program(
         ALGORITHMS[method], toy.task(model=MODEL), width=width, devices=devices
     )

@@ -32,7 +32,7 @@ def test_no_local_step_copies_the_weights():
     )
 
     def copies(**options):
-        """Of the second layer's weights, in all loops and outside of them."""
+        """Counts copies of the second layer's weights, inside loops and outside."""
         text = (
             jax.jit(program.round, donate_argnums=3, **options)
             .lower(*args)

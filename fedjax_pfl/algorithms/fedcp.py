@@ -125,7 +125,7 @@ def gate(a: Array, key: Array | None = None) -> tuple[Array, Array]:
 
 
 class Frozen(NamedTuple):
-    """What is frozen during local training."""
+    """Received parts that local training leaves unchanged."""
 
     body: PyTree  # W^fe, the received extractor
     head: PyTree  # W^hd, the received head; () without it

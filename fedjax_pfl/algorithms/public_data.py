@@ -17,8 +17,8 @@ EXACT = jax.lax.Precision.HIGHEST  # predictions are compared in float32 on ever
 
 
 class Predictions(NamedTuple):
-    """What the clients of a round predict for its public examples, by ascending id: no
-    sum depends on their order."""
+    """Predictions of a round's clients for its public examples, by ascending id, so
+    that no sum depends on the order of the clients."""
 
     ids: Array  # [S] int32
     here: Array  # [S] bool: does it take part?

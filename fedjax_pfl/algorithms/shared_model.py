@@ -29,7 +29,7 @@ class Small(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a model makes of a batch."""
+    """Features and logits of a batch."""
 
     h: Array  # [B, K]
     z: Array  # [B, C] logits

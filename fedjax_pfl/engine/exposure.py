@@ -1,4 +1,4 @@
-"""What of the clients' data reaches the server, read off the jaxpr of a round."""
+"""Data that a round sends from clients to the server, read from its jaxpr."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from fedjax_pfl.types import Algorithm, Array, Client, Cohort, PyTree, State, Ta
 
 
 class Exposed(NamedTuple):
-    """What a round sends to the server; the clients' data are their examples and
+    """Values that a round sends to the server; the clients' data are their examples and
     State.clients."""
 
     # for each call of `Cohort.mean` the upload's shapes per architecture

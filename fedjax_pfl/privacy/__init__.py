@@ -1,1 +1,1 @@
-"""What protects or attacks uploads."""
+"""Protection of uploads, and attacks on them."""

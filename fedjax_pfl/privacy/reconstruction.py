@@ -40,7 +40,7 @@ Send = Callable[[Array, Array], PyTree]
 
 
 class Reconstruction(NamedTuple):
-    """What the server finds; of all restarts the one with the least distance."""
+    """Reconstructed examples: of all restarts the one with the least distance."""
 
     x: Array  # [B, ...], prepared
     y: Array  # [B] int32

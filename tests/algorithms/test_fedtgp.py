@@ -9,7 +9,7 @@ from fedjax_pfl.algorithms.fedtgp import contrast, largest_gap
 
 
 def test_the_margin_is_the_largest_distance_to_a_nearest_class():
-    """Of the means over the clients: 0, 3 and 7; the fourth class is not known."""
+    """The means over the clients are 0, 3 and 7; the fourth class is not known."""
     proto = jnp.array([[[0.0, 4.0, 7.0, 9.0]], [[0.0, 2.0, 9.0, 9.0]]])
     has = jnp.array([[True, True, True, False], [True, True, False, False]])
     assert largest_gap(proto, has) == 4

@@ -17,7 +17,7 @@ def outputs(lam, k=3, scale=0.2):
 
 
 def test_a_prediction_by_hand():
-    """Of client 1, which has 19 examples, for 12 examples of others and its own."""
+    """Client 1, which has 19 examples, for 12 examples of others and its own."""
     lam, k, scale = 0.6, 3, 0.2
     w, found = outputs(lam, k, scale)
     x, y = np.asarray(F.examples.x, np.float64), np.asarray(F.examples.y)
@@ -42,7 +42,7 @@ def test_without_neighbours_it_is_the_global_model():
 
 @pytest.mark.slow
 def test_one_neighbour_far_away_has_the_whole_vote():
-    """Where its weight alone would underflow."""
+    """Its weight alone would underflow."""
     store = jnp.array([[1e3, 0.0], [0.0, 0.0]]), jnp.array([2, -1])
     got = neighbours(jnp.zeros((1, 2)), store, 2, 1.0, 3)
     np.testing.assert_allclose(got, [[0, 0, 1]])

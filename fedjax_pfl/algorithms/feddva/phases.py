@@ -31,7 +31,7 @@ class Phase(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What the networks say of a batch."""
+    """Posteriors, latents and reconstruction of a batch."""
 
     z: Gaussian  # q(z|x)
     c: Gaussian  # q(c|x, z)

@@ -41,8 +41,8 @@ class Group(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What is averaged at once: one layer, or a residual stage, in which the layers
-    read each other in a circle."""
+    """One layer, or a residual stage, whose layers are matched together because each
+    reads another."""
 
     groups: tuple[Group, ...]
     # one group after another is matched, at first by those rows whose inputs are in

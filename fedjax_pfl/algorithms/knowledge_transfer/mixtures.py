@@ -24,8 +24,7 @@ from fedjax_pfl.types import Array
 
 
 class Asked(NamedTuple):
-    """What a rule knows of the student and of its teachers, the clients of the
-    round."""
+    """Inputs of a rule: one student, and its teachers, the clients of the round."""
 
     row: Array  # [S] the student's coefficients so far; 0 if none are kept
     own: Array  # [S] bool: which of the teachers it is itself
