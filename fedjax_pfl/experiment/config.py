@@ -205,6 +205,9 @@ class Config:
     matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
         _field("default", "precision of matrix products and convolutions")
     )
+    loop: Literal["dynamic", "static"] = _field(
+        "dynamic", "trip counts of local epochs", free=True
+    )
     init_from: str | None = _field(
         None, "run directory whose last checkpoint has the variables to start from"
     )

@@ -64,7 +64,7 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Any:
     program = simulate.program(factory, e.task, hparams, **options)
     x = e.dataset.x[e.partition.test[client][:1]]
     given = (e.key, program.traced, e.federation, program.place(state), t, client, x)
-    with e.precision():
+    with e.tracing():
         found = jax.jit(program.predict, static_argnums=5)(*given)
     return serialization.to_state_dict(jax.device_get(found))
 
