@@ -198,8 +198,8 @@ def steps(
     few its examples. A client without examples takes none. Where a step wants several
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
-    share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps. Where clients share the loop (`shares_loop`) batches of
+    share rows (all of them where n <= B). The trip count is dynamic by default (see
+    `loop`): a client takes exactly its own steps. Where clients share the loop (`shares_loop`) batches of
     padding only follow a client's own, with masks that are False.
 
     Args:
@@ -289,7 +289,7 @@ def loop(kind: str) -> Iterator[None]:
       kind: `dynamic`, or `static`: every client passes over as many batches as the
         largest one and masks those after its own, so that the trip count of an epoch
         is a constant of the program. Work in steps, or in epochs of a client's own
-    X The results are the same.
+        choice, remains dynamic. The results are the same.
 
     Raises:
       InputError: for another kind.
