@@ -199,8 +199,9 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic by default (see
-    `loop`): a client takes exactly its own steps. Where clients share the loop (`shares_loop`) batches of
-    padding only follow a client's own, with masks that are False.
+    `loop`): a client takes exactly its own steps. Where clients share the loop
+    (`shares_loop`) batches of padding only follow a client's own, with masks that are
+    False.
 
     Args:
       rows: examples of a batch, at most `batch_size`, which they are by default.
