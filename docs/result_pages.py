@@ -5,7 +5,8 @@
 A file has the `tables` of one preset and `findings`. A table has settings that differ
 from the preset's, seeds, rounds, share of the data, command, commit, machine, and a row
 per method with {score: {mean, std}} in %; std is over seeds, null for one seed. `best`
-and `best_round` are the best round on the test examples. Published numbers are those of
+and `best_round` are the best round on the test examples. `claims.toml` has the claims
+of the papers' abstracts. Published numbers are those of
 the preset, chosen with the settings `at`. `also` and `columns` are further scores to
 show, `columns` without published numbers. Unknown entries are null.
 """
@@ -13,6 +14,7 @@ show, `columns` without published numbers. Unknown entries are null.
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,7 @@ def _page(paper: str, names: list[str]) -> str:
     known = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
     parts = [f"# Results: {paper}", _NOTE, _INTRO]
     protocols = dict.fromkeys(PRESETS[name].protocol for name in names)
+    parts += _claims(paper)
     parts += [f"Protocol of the paper: {text}" for text in protocols if text]
     for name, content in known.items():
         for table in content["tables"]:
@@ -102,6 +105,18 @@ def _page(paper: str, names: list[str]) -> str:
     findings = [f"* {x}" for content in known.values() for x in content["findings"]]
     parts += ["## Findings", "\n".join(findings)] if findings else []
     return "\n\n".join(parts) + "\n"
+
+
+def _claims(paper: str) -> list[str]:
+    """Returns the paper's claims as a heading and a table, or nothing."""
+    rows = tomllib.loads((FOLDER / "claims.toml").read_text()).get(paper)
+    if not rows:
+        return []
+    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+    return [
+        "## Claims of the abstract",
+        re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text)),
+    ]
 
 
 def _section(name: str, table: dict[str, Any]) -> list[str]:
