@@ -10,15 +10,15 @@ weights.
 PATH is a checkout of github.com/TsingZ0/PFLlib, or of github.com/TsingZ0/HtFLlib where
 clients have networks of several architectures (CNN-1 to CNN-5), run as it stands (what
 it imports and does not use here is stood in for where it is missing; PFLlib's training
-loss at an evaluation is left out, and no results are written), RUN the directory of a
-run of one of its methods known here, with plain SGD, plain means and everybody in each
-round. The library gets the run's clients, its initial weights and its settings, and
-draws batches of its own, by the run's seed. Compared is the accuracy over all test
-examples before local training (`pre`), or the score that `benchmarks.pfllib` names; of
-FedBABU the body as received under its untrained head, and in the last line the
-fine-tuned model; of FedProto that of the nearest prototype. Both libraries always drop
-a short last batch (--drop_last), and HtFLlib's clients take their batches in one order
-in all epochs, but with --shuffled.
+loss and AUC at an evaluation are left out, and no results are written), RUN the
+directory of a run of one of its methods known here, with plain SGD, plain means and
+everybody in each round. The library gets the run's clients, its initial weights and its
+settings, and draws batches of its own, by the run's seed. Compared is the accuracy over
+all test examples before local training (`pre`), or the score that `benchmarks.pfllib`
+names; of FedBABU the body as received under its untrained head, and in the last line
+the fine-tuned model; of FedProto that of the nearest prototype. Both libraries always
+drop a short last batch (--drop_last), and HtFLlib's clients take their batches in one
+order in all epochs, but with --shuffled.
 
 With --algo both sides run, each in a process of its own with one thread, for each of
 the methods (`all`: all of `benchmarks.pfllib`): CIFAR-10, 20 clients by Dirichlet 0.1,
@@ -212,6 +212,8 @@ def theirs(case: Case) -> list[float]:
     os.chdir(Path(case.folder) / "system")
     with pytorch.told("PFLlib"), contextlib.redirect_stdout(io.StringIO()):
         module = importlib.import_module(f"flcore.servers.{method.module}")
+        if "sklearn.metrics" in sys.modules:
+            sys.modules["sklearn.metrics"].roc_auc_score = lambda *_, **__: 0.0
         server = getattr(module, method.server)(args, 0)
         server.save_results = server.save_global_model = lambda: None
         # FedAS calls it at its end, and PFLlib has no such function
@@ -361,12 +363,15 @@ def summary(found: dict[str, Any]) -> list[tuple]:
     return made
 
 
-def several(names: list[str], checkout: str) -> None:
-    """Compares the methods that the file of --results does not have, and prints the
-    table of all."""
-    chosen = ("model", "data_fraction", "rounds", "lr", "seed")
-    setting = [*SETTING, *(f"--{x}={FLAGS[x].value}" for x in chosen)]
-    path = Path(FLAGS.results)
+def several(
+    names: list[str], setting: list[str], checkout: str, path: Path
+) -> dict[str, Any]:
+    """Compares those of the methods that a file does not have, adds them to it, and
+    returns all of its methods.
+
+    Raises:
+      InputError: the file has another setting.
+    """
     stored = json.loads(path.read_text()) if path.exists() else {}
     stored = stored or {"setting": setting, "methods": {}}
     if names and stored["setting"] != setting:
@@ -381,14 +386,15 @@ def several(names: list[str], checkout: str) -> None:
                 continue
             stored["methods"][name] = found
             path.write_text(json.dumps(stored, indent=1) + "\n")
-    print(report.table(summary(stored["methods"])))
+    return stored["methods"]
 
 
 def main(argv) -> None:
     del argv
-    names = list(pfllib.METHODS) if FLAGS.algo == ["all"] else FLAGS.algo
-    if not (FLAGS.pfllib or FLAGS.htfllib or FLAGS.run):
-        return several([], "")
+    path, names = Path(FLAGS.results), FLAGS.algo
+    names = list(pfllib.METHODS) if names == ["all"] else names
+    if path.exists() and not (FLAGS.pfllib or FLAGS.htfllib or FLAGS.run):
+        return print(report.table(summary(several([], [], "", path))))
     mixed = bool(FLAGS.htfllib)
     library = "HtFLlib" if mixed else "PFLlib"
     checkout = os.path.abspath(pytorch.check(FLAGS.htfllib or FLAGS.pfllib, library))
@@ -396,7 +402,10 @@ def main(argv) -> None:
         unknown = set(names) - set(pfllib.METHODS)
         if unknown:
             raise InputError(f"PFLlib's table does not have {sorted(unknown)}.")
-        return several(names, checkout)
+        chosen = ("model", "data_fraction", "rounds", "lr", "seed")
+        setting = [*SETTING, *(f"--{x}={FLAGS[x].value}" for x in chosen)]
+        found = several(names, setting, checkout, path)
+        return print(report.table(summary(found)))
     if not FLAGS.run:
         raise InputError("Give the run's directory, --run, or methods, --algo.")
     run = results.load(FLAGS.run)

@@ -1,5 +1,6 @@
 """Tests of the table of PFLlib's methods: its names exist on both sides."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import agreement, pfllib
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.config import resolve
 
 
@@ -73,3 +75,30 @@ def test_the_summary_has_the_means():
     found = {"ditto": {"here": [0.5, 0.7], "pfllib": [0.4, 0.6]}}
     (row,) = agreement.summary(found)[1:]
     assert row[:5] == ("ditto", "pre/acc_micro", "50.00", "60.00", "10.00")
+
+
+def test_a_method_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def compare(name, *_):
+        ran.append(name)
+        if name == "fd":
+            raise InputError("no.")
+        return {"here": [0.5], "pfllib": [0.5]}
+
+    monkeypatch.setattr(agreement, "compare", compare)
+    path = tmp_path / "found.json"
+    assert set(agreement.several(["local"], ["--lr=1"], "", path)) == {"local"}
+    found = agreement.several(["local", "fd", "ditto"], ["--lr=1"], "", path)
+    assert set(found) == {"local", "ditto"} and ran == ["local", "fd", "ditto"]
+    assert capsys.readouterr().err == "fd: no.\n"
+    with pytest.raises(InputError, match="has another setting"):
+        agreement.several(["local"], ["--lr=2"], "", path)
+
+
+def test_the_page_has_the_table():
+    root = Path(__file__).parents[1]
+    stored = json.loads((root / agreement.RESULTS).read_text())
+    page = (root / "docs/comparison.md").read_text()
+    for row in agreement.summary(stored["methods"]):
+        assert f"| {' | '.join(row)} |" in page
