@@ -88,7 +88,7 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross"),
+        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda"),
         "its rounds by hand are in tests/algorithms",
     ),
 }
@@ -433,6 +433,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
         "feddbe": (body + head + 8) * ones,
+        "pfedfda": (body + 8 * C + 8 * 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
