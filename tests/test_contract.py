@@ -451,6 +451,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 184) * ones, (body + head) * ones),
