@@ -62,7 +62,8 @@ def draw(key: Array, center: Array, assigned: Array, rho: Numeric) -> Array:
     shape = center.shape
     edges = jax.random.exponential(keys.fold(key, Draw.EDGES), shape, jnp.float32)
     alpha = edges / jnp.sum(edges)
-    signs = jax.random.rademacher(keys.fold(key, Draw.SIGNS), shape, jnp.float32)
+    half = jnp.float32(0.5)
+    signs = 2 * jax.random.bernoulli(keys.fold(key, Draw.SIGNS), half, shape) - 1
     radius = rho * jax.random.uniform(keys.fold(key, Draw.RADIUS), (), jnp.float32)
     return jnp.where(assigned, center + radius * signs * alpha, alpha)
 
