@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, metrics, results
+from fedjax_pfl.experiment import attention, cli, metrics, results
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
@@ -23,7 +23,10 @@ from fedjax_pfl.experiment.results import Run
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
 )
-FLAGS = {"output": Flag(str, "folder (default: figures in the directory of the runs)")}
+FLAGS = {
+    "output": Flag(str, "folder (default: figures in the directory of the runs)"),
+    "attention": Flag(int, "client of one run whose test images get Grad-CAM"),
+}
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
     "font.size": 10,
@@ -222,6 +225,12 @@ def main(argv: Sequence[str]) -> int:
     drawn = figures(runs)
     if len(runs) == 1:  # needs the data
         drawn["partition"] = partition(runs[0].experiment.task.class_counts)
+    if "attention" in given:
+        if len(runs) > 1:
+            raise InputError("--attention needs one run.")
+        drawn["attention"] = attention.figure(
+            attention.maps(runs[0], given["attention"])
+        )
     for name, figure in drawn.items():
         figure.savefig(folder / f"{name}.png")
         figure.savefig(folder / f"{name}.pdf")

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from benchmarks import latents
-from experiment import made
-from fedjax_pfl.experiment import figures, results
+from experiment import made, runs
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import attention, figures, results
 
 
 def lines(figure, panel=0):
@@ -83,6 +84,32 @@ def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     names = ("curves", "clients", "costs")
     assert written == {f"{x}.{kind}" for x in names for kind in ("png", "pdf")}
     assert "curves.png" in capsys.readouterr().out
+
+
+NET = """
+from fedjax_pfl.models import layers, nets
+
+def net(input_shape, num_classes, rngs):
+    body = nets.Conv("net", input_shape, (4,), (2,), (6,), rngs)
+    return nets.Net(body, layers.linear(6, num_classes, rngs))
+"""
+
+
+def test_attention_is_that_of_each_head(tmp_path):
+    """FedCP scores both heads alone; their maps are drawn before the sum's."""
+    path, file = tmp_path / "run", tmp_path / "net.py"
+    file.write_text(NET)
+    given = [*runs.SMALL, f"--model={file}:net", "--algo=fedcp", "--rounds=1"]
+    assert runs.run(*given, f"--workdir={path}") == 0
+    assert figures.main([str(path), "--attention=1"]) == 0
+    assert (path / "figures" / "attention.png").stat().st_size
+    found = attention.maps(results.load(path), 1, images=3)
+    assert list(found) == ["image", "global", "personal", "all"]
+    assert all(np.isfinite(x).all() and len(x) == 3 for x in found.values())
+    assert found["all"].max() > 0 and found["all"].min() == 0
+    assert np.any(found["global"] != found["personal"])
+    with pytest.raises(InputError, match="attention"):
+        attention.maps(results.load(path), 5)
 
 
 def test_probes_find_what_each_latent_holds():
