@@ -49,6 +49,10 @@ BY_COST = (
     ("pre", "megabytes", "MB sent and received"),
     ("pre", "seconds", "seconds of training"),
 )
+BY_UPLOAD = (
+    ("pre", "uploaded", "MB sent by clients"),
+    ("post", "uploaded", "MB sent by clients"),
+)
 _CLIENTS = 200  # drawn at most of a partition
 
 
@@ -103,7 +107,7 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
         name = "loss" if point == "train" else score
         for label, rows in here[here["score"] == name].groupby("label", sort=False):
             seeds, runs = rows.groupby("completed"), rows["run"].nunique()
-            means = seeds[["macro", "std", *results.COSTS]].mean()
+            means = seeds[["macro", "std", "uploaded", *results.COSTS]].mean()
             means["std"] = seeds["macro"].std() if runs > 1 else means["std"]
             means = means[seeds.size() == runs]  # rounds that all have
             x, mean, std = means[[column, "macro", "std"]].to_numpy().T
@@ -113,6 +117,14 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
             axes.axhline(floor["macro"].mean(), label=results.FLOOR, **_BASELINE)
         axes.set(title=_TITLES[point], xlabel=xlabel)
     return _finish(figure, every[0], f"test {score}, mean over clients")
+
+
+def uploads(table: pd.DataFrame, score: str) -> Figure:
+    """Draws the mean over clients by what they have sent, a curve per label."""
+    figure = curves(table, score, BY_UPLOAD)
+    for axes in figure.axes:
+        axes.set_xscale("log", nonpositive="mask")
+    return figure
 
 
 def of_run(run: Run) -> Figure:
@@ -207,6 +219,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     same = [run for run in runs if run.headline[0] == score]
     table = results.frame(same)
     found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
+    if any(run.config.get("compress") for run in same):
+        found["uploads"] = uploads(table, score)
     if (own := own_values(same)) is not None:
         found["values"] = own
     drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)

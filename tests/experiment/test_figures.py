@@ -40,6 +40,16 @@ def test_curves_are_means_over_seeds(sweep):
     np.testing.assert_allclose(lines(drawn["costs"])["fedavg"][0], np.arange(4) * 0.006)
 
 
+def test_compressed_runs_are_drawn_by_what_clients_sent(tmp_path):
+    for name in ("top_k:0.1", "qsgd:4"):
+        made.run(tmp_path / name, compress=name)
+    drawn = figures.figures(results.find([tmp_path]))["uploads"]
+    found = lines(drawn)["fedavg, compress=qsgd:4"]
+    np.testing.assert_allclose(found[0], np.arange(4) * 0.002)
+    np.testing.assert_allclose(found[1], [0.5, 0.6, 0.7, 0.8])
+    assert {axes.get_xscale() for axes in drawn.axes} == {"log"}
+
+
 def test_clients_are_drawn_from_the_worst_to_the_best(sweep):
     found = lines(figures.clients(sweep))["local"]
     np.testing.assert_allclose(found[1][[0, -1]], [0.4, 0.6])
@@ -86,6 +96,14 @@ def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     assert "curves.png" in capsys.readouterr().out
 
 
+def test_attention_has_a_row_per_prediction():
+    image, maps = np.ones((3, 8, 8, 1)), np.zeros((3, 4, 4))
+    figure = attention.figure({"image": image, "global": maps, "all": maps + 2})
+    drawn = [axes.images for axes in figure.axes]
+    assert [len(images) for images in drawn] == [1] * 3 + [2] * 6
+    assert drawn[8][1].get_extent() == [-0.5, 7.5, 7.5, -0.5]
+
+
 NET = """
 from fedjax_pfl.models import layers, nets
 
@@ -95,6 +113,7 @@ def net(input_shape, num_classes, rngs):
 """
 
 
+@pytest.mark.slow
 def test_attention_is_that_of_each_head(tmp_path):
     """FedCP scores both heads alone; their maps are drawn before the sum's."""
     path, file = tmp_path / "run", tmp_path / "net.py"
