@@ -1,6 +1,8 @@
 """Reconstructs training images from what clients of runs send:
 `fedjax-pfl reconstruct RUN [RUN ...] --images=8`.
 
+RUN is a run directory, or the directory of a sweep.
+
 Each attacked client holds some of its images as its only training examples, takes the
 method's local steps on them in one batch and sends its update. The attacker is the
 server. It knows the update, the method, its own state and the number of images, and
@@ -21,7 +23,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.experiment import cli
+from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.privacy import reconstruction
@@ -168,9 +170,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Runs the command `reconstruct` and returns its exit code."""
     parsed = cli.parse(argv, FLAGS, __doc__ or "")
-    if not parsed.words:
-        raise InputError("Give at least one run directory.")
-    rows = [write(path, **parsed.given) for path in parsed.words]
+    rows = [write(run.path, **parsed.given) for run in results.find(parsed.words)]
     table = pd.DataFrame(rows).rename(columns={"psnr": "PSNR (dB)", "ssim": "SSIM"})
     print(table.to_string(index=False, float_format="{:.3g}".format))
     return 0

@@ -130,10 +130,11 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
 
     Columns: run (path), label (method and settings in which the runs differ), status,
     round, completed (rounds of training before the score was taken), megabytes and
-    seconds until then, examples and first_examples (processed by clients until then,
-    and of them in the first round), point, score, the statistics over clients (macro,
-    micro, std, worst10 and best10 by what is better, clients), and every setting;
-    hyperparameters as hparams.NAME.
+    seconds until then, uploaded (megabytes that clients sent, integers and ciphertexts
+    whole), examples and first_examples (processed by clients until then, and of them
+    in the first round), point, score, the statistics over clients (macro, micro, std,
+    worst10 and best10 by what is better, clients), and every setting; hyperparameters
+    as hparams.NAME.
     """
     loaded = [run if isinstance(run, Run) else load(run) for run in runs]
     parts = [part for run in loaded if not (part := _tidy(run)).empty]
@@ -172,7 +173,9 @@ def _spent(run: Run) -> pd.DataFrame:
     spent, rounds = run.summary.get("seconds", {}), run.summary.get("rounds")
     seconds = spent.get("train", np.nan) / (rounds or np.nan)
     table = pd.DataFrame({"completed": (rows["participants"] > 0).astype(int)})
+    down = 4 * rows[["traffic/down", "traffic/public_data"]].sum(axis=1) / 1e6
     table["megabytes"] = (4 * rows[names].sum(axis=1) + rows["traffic/encrypted"]) / 1e6
+    table["uploaded"] = table["megabytes"] - down
     table["seconds"] = table["completed"] * seconds
     table["examples"] = rows["work/examples"]
     return table.cumsum().assign(first_examples=rows["work/examples"].iloc[0])
