@@ -12,6 +12,7 @@ from fedjax_pfl.data.datasets import Dataset, checked, label_type, prepared
 from fedjax_pfl.data.partition import Partition, class_counts as counts_of
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
+from fedjax_pfl.engine.frozen import with_frozen
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.phases import Phase, phases
 from fedjax_pfl.engine.program import Program, Round, program
@@ -42,6 +43,7 @@ __all__ = [
     "sample",
     "task",
     "vectorized",
+    "with_frozen",
     "with_public",
 ]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
-from fedjax_pfl.engine import contract, exposure, validate
+from fedjax_pfl.engine import contract, exposure, frozen, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
@@ -247,13 +247,13 @@ def _program(
         x: Array,
     ) -> PyTree:
         validate.client(task, id, x)
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, federation.frozen)
         group = int(task.architecture[int(id)]) if len(task.models) > 1 else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
         alone = Cohort(
             federation,
-            task,
+            frozen.bind(task, federation.frozen),
             ids,
             ids >= 0,
             key=keys.clients_key(key, t),
@@ -318,7 +318,7 @@ def parts(
     ) -> Cohort:
         return Cohort(
             f,
-            task,
+            frozen.bind(task, f.frozen),
             ids,
             active,
             key=keys.clients_key(key, t),
@@ -358,7 +358,7 @@ def parts(
         key, traced, f, here, ids, active = _free(
             mesh, key, traced, f, here, ids, active
         )
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, f.frozen)
         present = cohort(key, f, ids, active, t, evaluated, lengths)
         stream = keys.fold(keys.round_key(key, t), keys.Round.SERVER)
         with contract.named(factory, "round"):
@@ -379,7 +379,7 @@ def parts(
         lengths: tuple[int, ...],
     ) -> dict[str, Array]:
         key, traced, f, here, ids = _free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
             return evaluation.client(
@@ -406,7 +406,7 @@ def parts(
         lengths: tuple[int, ...],
     ) -> Array:
         key, traced, f, here, ids = _free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> Array:
             predictor = method.predict(here.server, row, c)

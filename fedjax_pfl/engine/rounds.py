@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from fedjax_pfl.engine import distributed, memory, validate
+from fedjax_pfl.engine import distributed, frozen, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
@@ -94,6 +94,7 @@ def _arguments(
     """Returns key, traced hyperparameters and federation as the compiled functions take
     them."""
     traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
+    federation = frozen.with_frozen(federation, program.task)
     if not program.on_host:
         federation = federation._replace(placement=program.placement)
     if program.mesh is None:
