@@ -16,7 +16,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import keys, traffic, trees, uploads
-from fedjax_pfl.engine import contract, program as synchronous, validate
+from fedjax_pfl.engine import contract, frozen, program as synchronous, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import Placement, arrange, sharded
@@ -226,7 +226,7 @@ def _train(
         c: Client, active: Array, row: PyTree, number: Array, slot: Array, stale: Array
     ) -> tuple[PyTree, ...]:
         alone = Cohort(
-            *(f, run.task, c.id[None], active[None]),
+            *(f, frozen.bind(run.task, f.frozen), c.id[None], active[None]),
             key=keys.clients_key(key, number),
             round=number,
             evaluated=evaluated,
@@ -237,7 +237,7 @@ def _train(
         begin = trees.gather(versions, slot)
         before = State(begin, jax.tree.map(lambda x: x[None], row))
         with contract.named(run.name, "round"):
-            method = run.algorithm(traced, number)
+            method = run.algorithm(traced, number, f.frozen)
             (new, row), known, weight, sent = _alone(method, stream, before, alone)
         names.update(sent)
         weight = jnp.float32(1) if run.rule.mixes else weight
@@ -248,7 +248,7 @@ def _train(
         return (scaled, part, weight), row, known
 
     present = Cohort(
-        *(f, run.task, ids, active),
+        *(f, frozen.bind(run.task, f.frozen), ids, active),
         key=keys.clients_key(key, t),
         round=t,
         evaluated=evaluated,
