@@ -114,7 +114,7 @@ def program(
 
     Args:
       task: its participation is the fraction of clients that train at one time.
-      schedule: `schedule.schedule` of this task and the rule's buffer.
+      schedule: `schedule.arrivals` of this task and the rule's buffer.
       hparams: like the others, as in `program.program`.
 
     Raises:
@@ -173,7 +173,7 @@ def _drawer(
     """Returns `Parts.draw` by the schedule."""
 
     def draw(
-        where: Placement | None, key: Array, t: Array, *rest: Any
+        where: Placement | None, key: Array, t: Array, **past: Any
     ) -> tuple[Array, Array]:
         ids = jnp.asarray(schedule.ids)[t]
         if len(ids) == task.num_clients:
@@ -288,7 +288,9 @@ def _alone(
     result = method.round(key, here, through)
     contract.check_round(here, result, 1, method.headline[0])
     new, m = result
-    if through.means != 1 or not _is_mean(method, here.server, cohort, given):
+    if through.means != 1 or not _is_mean(
+        method, here.server, new.server, cohort, given
+    ):
         raise ContractError(
             "asynchronous aggregation needs a server that keeps the mean of one upload "
             "of cohort.mean and nothing else."
@@ -302,20 +304,29 @@ def _alone(
 
 
 def _is_mean(
-    method: Algorithm, server: PyTree, cohort: Cohort, given: dict[str, Any]
+    method: Algorithm,
+    server: PyTree,
+    new: PyTree,
+    cohort: Cohort,
+    given: dict[str, Any],
 ) -> bool:
     """Returns whether the next server is the mean of the upload, judged by names,
-    shapes and the arguments of `cohort.mean`."""
+    shapes and the arguments of `cohort.mean`; parts that are not sent must be kept."""
     sent, weight = cohort.uploads[0][0], given.get("weight")
     if not (isinstance(server, dict) and isinstance(sent, dict) and method.averages):
         return False
-    full = {name for name, part in server.items() if jax.tree.leaves(part)}
-    if not set(sent) <= set(server) or not full <= {*method.averages, "stats"}:
+    if not set(sent) <= set(server):
         return False
+    full = {name for name in sent if jax.tree.leaves(sent[name])}
+    pairs = zip(jax.tree.leaves(server), jax.tree.leaves(new), strict=True)
     like = contract.shapes({name: server[name] for name in sent})
-    same = contract.difference(like, sent) is None
-    plain = weight is None or jnp.shape(weight) == (1,)
-    return same and plain and given.get("combine") is None
+    return (
+        full <= {*method.averages, "stats"}
+        and contract.difference(like, sent) is None
+        and sum(a is not b for a, b in pairs) <= len(jax.tree.leaves(sent))
+        and (weight is None or jnp.shape(weight) == (1,))
+        and given.get("combine") is None
+    )
 
 
 def _moved(stale: Array, new: Array, begin: Array, now: Array) -> Array:

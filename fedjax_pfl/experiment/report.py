@@ -30,6 +30,8 @@ FLAGS = {
     ),
     "best": Flag(str, "POINT/SCORE whose best round replaces the last, as val/acc"),
     "cost": Flag(bool, "count floating-point operations; the data must be available"),
+    "speeds": Flag(str, "examples per second of clients, as in run: simulated time"),
+    "bandwidths": Flag(str, "Mbit/s of clients both ways, as in run"),
     "output": Flag(str, "file to write instead of printing"),
 }
 
@@ -88,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError:
         raise InputError("--target must be numbers, as 0.8,0.9.") from None
     runs = results.find(words)
+    if clock := {x: given[x] for x in ("speeds", "bandwidths") if x in given}:
+        runs = [results.timed(run, clock) for run in runs]
     more = {name: given[name] for name in ("score", "best", "cost") if name in given}
     found = tables(runs, levels, **more)
     texts = [f"{title}\n\n{results.render(x, style)}" for title, x in found.items()]
