@@ -47,18 +47,16 @@ def first(n: int, server: PyTree = None) -> Remembered:
 
 def reads_record(task: Task) -> bool:
     """Returns whether `Task.sampling` reads a record of earlier rounds."""
-    if task.sampling is None:
+    n, own = task.num_clients, task.sampling
+    if own is None:
         return False
-    n, most = task.num_clients, max(task.cohort_sizes)
-    shapes = jax.eval_shape(lambda: first(n))
 
     def weights(key: Array, t: Array, record: Remembered) -> Array:
-        history = History(jnp.int32(most), jnp.zeros_like, *record[1:])
-        assert task.sampling is not None
-        return jnp.asarray(task.sampling(key, t, history))
+        none = lambda ids: jnp.zeros(ids.shape)
+        return jnp.asarray(own(key, t, History(jnp.int32(1), none, *record[1:])))
 
-    given = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32), shapes
-    jaxpr = jax.make_jaxpr(weights)(*given).jaxpr
+    given = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(weights)(*given, jax.eval_shape(lambda: first(n))).jaxpr
     record = {id(x) for x in jaxpr.invars[2:]}
     read = [x for e in jaxpr.eqns for x in e.invars] + list(jaxpr.outvars)
     return any(id(x) in record for x in read)

@@ -137,9 +137,9 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
     Columns: run (path), label (method and settings in which the runs differ), status,
     round, completed (rounds of training before the score was taken), megabytes, seconds
     and simulated seconds until then, examples and first_examples (processed by clients
-    until then, and of them in the first round), point, score, the statistics over clients (macro,
-    micro, std, worst10 and best10 by what is better, clients), and every setting;
-    hyperparameters as hparams.NAME.
+    until then, and of them in the first round), point, score, the statistics over
+    clients (macro, micro, std, worst10 and best10 by what is better, clients), and
+    every setting; hyperparameters as hparams.NAME.
     """
     loaded = [run if isinstance(run, Run) else load(run) for run in runs]
     parts = [part for run in loaded if not (part := _tidy(run)).empty]
