@@ -216,7 +216,7 @@ def _train(
         lambda every, x: every.at[kept].set(x), here.server.versions, now
     )
     # [S] place in the order of arrival
-    at = jnp.argmax(jnp.asarray(run.schedule.ids)[t] == ids[:, None], axis=1)
+    at = jnp.argmax(jnp.asarray(run.schedule.ids)[t][None] == ids[:, None], axis=1)
     started = jnp.asarray(run.schedule.started)[t][at]
     source = jnp.asarray(run.schedule.source)[t][at]
     stale = sharded((t - started).astype(jnp.float32), run.on.mesh, P())
