@@ -16,7 +16,7 @@ from fedjax_pfl.errors import InputError
 KEY = jax.random.key(5)
 TASK = toy.task("linear")
 ONE = TASK._replace(participation=(0.2, 0.2))  # one client at a time
-# methods whose server keeps the mean of one upload
+# methods whose server one call of cohort.mean
 TAKEN = {
     *("fedavg", "fedavg_ft", "fedprox", "per_fedavg", "pfedme", "fedper", "fedrep"),
     *("lg_fedavg", "fedbabu", "fedbn", "fedrod", "ditto", "apfl", "fedphp"),
