@@ -114,7 +114,7 @@ def program(
 
     Args:
       task: its participation is the fraction of clients that train at one time.
-      schedule: `schedule.schedule` of this task and the rule's buffer.
+      schedule: `schedule.arrivals` of this task and the rule's buffer.
       hparams: like the others, as in `program.program`.
 
     Raises:
@@ -173,7 +173,7 @@ def _drawer(
     """Returns `Parts.draw` by the schedule."""
 
     def draw(
-        where: Placement | None, key: Array, t: Array, *rest: Any
+        where: Placement | None, key: Array, t: Array, **past: Any
     ) -> tuple[Array, Array]:
         ids = jnp.asarray(schedule.ids)[t]
         if len(ids) == task.num_clients:
@@ -216,7 +216,7 @@ def _train(
         lambda every, x: every.at[kept].set(x), here.server.versions, now
     )
     # [S] place in the order of arrival
-    at = jnp.argmax(jnp.asarray(run.schedule.ids)[t] == ids[:, None], axis=1)
+    at = jnp.argmax(jnp.asarray(run.schedule.ids)[t][None] == ids[:, None], axis=1)
     started = jnp.asarray(run.schedule.started)[t][at]
     source = jnp.asarray(run.schedule.source)[t][at]
     stale = sharded((t - started).astype(jnp.float32), run.on.mesh, P())
@@ -269,6 +269,39 @@ def _train(
     return State(Server(server, versions), rows), found
 
 
+class _Once(uploads.Through):
+    """A cohort whose `mean` notes its arguments.
+
+    Attributes:
+      calls: of `map`, `mean`, `scan` and `replicated`.
+      options: keyword arguments of the last call of `mean`.
+    """
+
+    def __init__(self, cohort: Cohort):
+        super().__init__(cohort)
+        self.calls, self.options = 0, dict[str, Any]()
+
+    def map(self, *given: Any, **options: Any) -> Any:
+        """See `types.Cohort`."""
+        self.calls += 1
+        return super().map(*given, **options)
+
+    def mean(self, *given: Any, **options: Any) -> Any:
+        """See `types.Cohort`."""
+        self.calls, self.options = self.calls + 1, options
+        return super().mean(*given, **options)
+
+    def scan(self, *given: Any, **options: Any) -> Any:
+        """See `types.Cohort`."""
+        self.calls += 1
+        return super().scan(*given, **options)
+
+    def replicated(self, tree: PyTree) -> PyTree:
+        """See `types.Cohort`."""
+        self.calls += 1
+        return self._cohort.replicated(tree)
+
+
 def _alone(
     method: Algorithm, key: Array, here: State, cohort: Cohort
 ) -> tuple[State, PyTree, Array, PyTree]:
@@ -278,44 +311,41 @@ def _alone(
       the state with the client's row, its results, its weight in the mean, and its
       upload's shapes.
     """
-    given: dict[str, Any] = {}
-
-    def mean(client: Any, *rows: PyTree, **options: Any) -> Any:
-        given.update(options)
-        return cohort.mean(client, *rows, **options)
-
-    through: Any = uploads.Through(cohort, mean)
-    result = method.round(key, here, through)
+    once: Any = _Once(cohort)
+    result = method.round(key, here, once)
     contract.check_round(here, result, 1, method.headline[0])
     new, m = result
-    if through.means != 1 or not _is_mean(method, here.server, cohort, given):
+    if not _is_mean(method, here.server, new.server, once):
         raise ContractError(
-            "asynchronous aggregation needs a server that keeps the mean of one upload "
-            "of cohort.mean and nothing else."
+            "asynchronous aggregation needs a round of one call of cohort.mean, whose "
+            "result is all that the server keeps."
         )
-    weight = given.get("weight")
+    weight = once.options.get("weight")
     weight = cohort.active if weight is None else weight
-    sent = (method.traffic or traffic.uploads)(here, through, m)
+    sent = (method.traffic or traffic.uploads)(here, once, m)
     known = m.loss, m.post, m.clients, sent, weight.astype(jnp.float32)
     row, (*known, weight) = jax.tree.map(lambda x: x[0], (new.clients, known))
     return State(new.server, row), tuple(known), weight, cohort.uploads[0][0]
 
 
-def _is_mean(
-    method: Algorithm, server: PyTree, cohort: Cohort, given: dict[str, Any]
-) -> bool:
+def _is_mean(method: Algorithm, server: PyTree, new: PyTree, cohort: Any) -> bool:
     """Returns whether the next server is the mean of the upload, judged by names,
-    shapes and the arguments of `cohort.mean`."""
-    sent, weight = cohort.uploads[0][0], given.get("weight")
-    if not (isinstance(server, dict) and isinstance(sent, dict) and method.averages):
+    shapes and calls of the cohort; parts that are not sent must be kept."""
+    if (cohort.calls, cohort.means) != (1, 1) or not isinstance(server, dict):
         return False
-    full = {name for name, part in server.items() if jax.tree.leaves(part)}
-    if not set(sent) <= set(server) or not full <= {*method.averages, "stats"}:
+    sent, weight = cohort.uploads[0][0], cohort.options.get("weight")
+    if not isinstance(sent, dict) or not set(sent) <= set(server):
         return False
+    full = {name for name in sent if jax.tree.leaves(sent[name])}
+    pairs = zip(jax.tree.leaves(server), jax.tree.leaves(new), strict=True)
     like = contract.shapes({name: server[name] for name in sent})
-    same = contract.difference(like, sent) is None
-    plain = weight is None or jnp.shape(weight) == (1,)
-    return same and plain and given.get("combine") is None
+    return (
+        full <= {*method.averages, "stats"}
+        and contract.difference(like, sent) is None
+        and sum(a is not b for a, b in pairs) <= len(jax.tree.leaves(sent))
+        and (weight is None or jnp.shape(weight) == (1,))
+        and cohort.options.get("combine") is None
+    )
 
 
 def _moved(stale: Array, new: Array, begin: Array, now: Array) -> Array:

@@ -61,7 +61,7 @@ class Parts(NamedTuple):
     [S, ...]."""
 
     init: Callable[..., State]  # (key, traced) -> State[N], rows by client id
-    # (placement, key, t, loss) -> ids and active of the round
+    # (placement, key, t, loss=, server=) -> ids and active of the round, as `sample`
     draw: Callable[..., tuple[Array, Array]]
     # (key, traced, federation, State, ids, active, t, evaluated)
     train: Callable[..., tuple[State, Round]]
@@ -215,7 +215,7 @@ def from_parts(
             here = State(state.server, home.gather(state.clients, ids, (len(ids),)))
             return on.losses(key, traced, federation, here, ids, t, (len(ids),))
 
-        ids, active = on.draw(home.where, key, t, loss)
+        ids, active = on.draw(home.where, key, t, loss=loss, server=state.server)
         at = sharded(home.of(ids), mesh, P())
         here = state.clients
         if not everybody:
@@ -341,10 +341,10 @@ def parts(
         return jax.tree.map(jnp.copy, drawn)
 
     def draw(
-        where: Placement | None, key: Array, t: Array, *loss: Callable[[Array], Array]
+        where: Placement | None, key: Array, t: Array, **past: Any
     ) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
-        ids, active = sample(stream, task, t, *loss)
+        ids, active = sample(stream, task, t, **past)
         return arrange(task, where, ids, active, devices)
 
     def train(

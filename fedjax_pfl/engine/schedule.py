@@ -30,7 +30,7 @@ class Schedule(NamedTuple):
     slots: int  # versions that are kept at once
 
 
-def schedule(
+def arrivals(
     task: Task,
     key: Array,
     *,
@@ -71,8 +71,8 @@ def schedule(
             f"`seconds` must be [{task.num_clients}] finite and not negative."
         )
     draw = _Draws(task, key, able)
-    arrivals, ends, waiting = _simulated(draw, times, rounds, buffer, high)
-    ids, started = np.moveaxis(np.array(arrivals, np.int32), -1, 0)
+    pairs, ends, waiting = _simulated(draw, times, rounds, buffer, high)
+    ids, started = np.moveaxis(np.array(pairs, np.int32), -1, 0)
     slot, slots = _slots(started, waiting)
     return Schedule(ids, started, np.array(ends), slot, slot[started], slots)
 

@@ -140,6 +140,24 @@ class Config:
         "draw of a round's clients: uniform, size, power_of_choice:CANDIDATES, or "
         "FILE.py:FUNCTION of (key, round, history) that returns weights",
     )
+    asynchronous: str | None = _field(
+        None,
+        "the server updates whenever clients arrive, a round being an update: "
+        "fedasync:ALPHA, or fedbuff:BUFFER:RATE for so many clients per update",
+    )
+    staleness: str = _field(
+        "polynomial:0.5",
+        "weight of --asynchronous by staleness: constant, polynomial:A or hinge:A:B",
+    )
+    speeds: str | None = _field(
+        None,
+        "examples per second of local training, for simulated time: a number, "
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, file:PATH with one per client, or "
+        "FILE.py:FUNCTION of the id",
+    )
+    bandwidths: str | None = _field(
+        None, "Mbit/s of each client both ways, for simulated time, like --speeds"
+    )
     metrics: str = _field(
         "acc",
         "scores: acc, and further ones of auc, ap, balanced_accuracy, "
@@ -334,6 +352,8 @@ def complete(config: Config) -> Config:
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    if config.asynchronous is not None:
+        _check_asynchronous(config)
     attack(config)
     compression(config)
     config = _with_noise(config)
@@ -341,6 +361,21 @@ def complete(config: Config) -> Config:
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
     return config
+
+
+def _check_asynchronous(config: Config) -> None:
+    """Raises InputError for settings that need rounds of a whole cohort."""
+    low, high = participation(config.participation)
+    known = {
+        "a range of --participation": low != high,
+        "--sampling": config.sampling != "uniform",
+        "--aggregate": config.aggregate != "mean",
+        "--server_optimizer": config.server_optimizer is not None,
+        "--dp": config.dp is not None,
+        "--client_memory=host": config.client_memory == "host",
+    }
+    if excluded := [name for name, given in known.items() if given]:
+        raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
 
 
 def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
