@@ -49,6 +49,7 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedtgp",
         "pfedsim",
         "fedap",
+        "pfedla",
         "fedmtl",
         "apple",
         "fedcross",
@@ -89,7 +90,16 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda", "fedap"),
+        (
+            "feddyn",
+            "fedadmm",
+            "fedgh",
+            "ccvr",
+            "fedcross",
+            "pfedfda",
+            "fedap",
+            "pfedla",
+        ),
         "its rounds by hand are in tests/algorithms",
     ),
 }
