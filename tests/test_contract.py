@@ -48,6 +48,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedgh",
         "fedtgp",
         "pfedsim",
+        "fedap",
+        "pfedla",
         "fedmtl",
         "apple",
         "fedcross",
@@ -88,7 +90,16 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda"),
+        (
+            "feddyn",
+            "fedadmm",
+            "fedgh",
+            "ccvr",
+            "fedcross",
+            "pfedfda",
+            "fedap",
+            "pfedla",
+        ),
         "its rounds by hand are in tests/algorithms",
     ),
 }

@@ -154,7 +154,7 @@ def _task(net: str, **options: Any) -> Task:
 
 
 def net_of(method: str) -> str:
-    return {"fedbn": "norm", "mocha": "linear"}.get(method, "mlp")
+    return {"fedbn": "norm", "fedap": "norm", "mocha": "linear"}.get(method, "mlp")
 
 
 @functools.cache
