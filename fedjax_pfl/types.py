@@ -59,6 +59,8 @@ class Federation(NamedTuple):
     placement: Any = None
     # as of `Data`; no result may depend on it, which a test checks
     mask_fill: Examples | None = None
+    # arrays of `Frozen.values` of the task's models, see `engine.frozen`
+    frozen: tuple[Array, ...] | None = None
 
 
 class Data(NamedTuple):
@@ -115,6 +117,17 @@ class Network(NamedTuple):
     bn_mask: PyTree
 
 
+class Frozen(NamedTuple):
+    """Variables of a model that nobody trains: one copy, whatever the number of
+    clients."""
+
+    values: PyTree
+    # values -> the functions `features`, `head` and `apply` of the model
+    functions: Callable[[PyTree], tuple[Callable[..., Any], ...]]
+    # trained variables -> variables of the network without adapters
+    merge: Callable[[PyTree], PyTree]
+
+
 class Model(NamedTuple):
     """A classifier: pure functions over {"body": params, "head": params, "stats":
     statistics}."""
@@ -130,6 +143,8 @@ class Model(NamedTuple):
     # module?
     bn_mask: PyTree
     num_features: int  # K
+    # variables that are not among those above; in a round they are its arguments
+    frozen: Frozen | None = None
 
 
 class Client(NamedTuple):

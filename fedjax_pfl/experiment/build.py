@@ -1,10 +1,11 @@
 """Experiments from settings: data, partition, networks, task and program."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,10 +107,16 @@ class Experiment:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
 
-    def precision(self) -> Any:
-        """Returns the context in which programs are traced, of matmul_precision."""
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Sets `matmul_precision` and `loop` for the programs traced in the context."""
         wanted = self.config.matmul_precision
-        return jax.default_matmul_precision(None if wanted == "default" else wanted)
+        precision = None if wanted == "default" else wanted
+        with (
+            jax.default_matmul_precision(precision),
+            local_training.loop(self.config.loop),
+        ):
+            yield
 
     def on_one_device(self) -> simulate.Program:
         """Returns the program on one device, for the same states by client id."""
@@ -142,7 +149,7 @@ class Experiment:
         given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
 
         def run(x: Any) -> PyTree:
-            with self.precision():
+            with self.tracing():
                 return predict(*given, jnp.asarray(x))
 
         return run

@@ -23,7 +23,7 @@ from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
-from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
+from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.privacy import differential_privacy
@@ -183,6 +183,9 @@ class Config:
     dp_sampling: Literal["fixed", "poisson"] = _field(
         "fixed", "sampling of clients that the accountant of --dp assumes"
     )
+    tuned: bool = _field(
+        False, "the learning rate that validation chose for the method in the preset"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
@@ -204,6 +207,9 @@ class Config:
     compute_dtype: str = _field("float32", "dtype of the body: float32 or bfloat16")
     matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
         _field("default", "precision of matrix products and convolutions")
+    )
+    loop: Literal["dynamic", "static"] = _field(
+        "dynamic", "trip counts of local epochs", free=True
     )
     init_from: str | None = _field(
         None, "run directory whose last checkpoint has the variables to start from"
@@ -274,6 +280,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
     known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    if values.get("tuned") and given.get("lr") is None:
+        if (lr := tuned(name, algo)) is None:
+            raise InputError(f"--tuned: {algo} has no tuned rate in preset {name}.")
+        values["lr"] = lr
     own = typed(find(algo), given.get("hparams", {}))
     values["hparams"] = known.get(algo, {}) | own
     return complete(Config(**values))

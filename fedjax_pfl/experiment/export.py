@@ -84,7 +84,7 @@ def of_client(
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, hparams, **options)
     given = (e.key, program.traced, e.federation, program.place(state), t, client, x)
-    with e.precision():
+    with e.tracing():
         return jax.device_get(jax.jit(program.predict, static_argnums=5)(*given))
 
 

@@ -161,7 +161,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     t, state = 0, None
     if options.get("round", 0):
         t, state = directory.restore(e)
-    with e.precision():
+    with e.tracing():
         if state is None:
             program = e.on_one_device()
             state = program.unplace(program.init(e.key, program.traced))

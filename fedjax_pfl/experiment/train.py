@@ -128,7 +128,7 @@ def compiled(experiments: Sequence[Experiment]) -> simulate.Compiled:
       InputError: the experiments differ in more than traced values.
     """
     config = experiments[0].config
-    with experiments[0].precision():
+    with experiments[0].tracing():
         functions = simulate.compiled(
             *_arguments(experiments),
             eval_every=config.eval_every,
@@ -171,7 +171,7 @@ def _started(
     callbacks: Sequence[Sequence[Any]], experiments: Sequence[Experiment], start: int
 ) -> Iterator[None]:
     """Calls `start` of all callbacks, and `close` in the end."""
-    with contextlib.ExitStack() as stack, experiments[0].precision():
+    with contextlib.ExitStack() as stack, experiments[0].tracing():
         for own, experiment in zip(callbacks, experiments, strict=True):
             for callback in own:
                 if hasattr(callback, "start"):
