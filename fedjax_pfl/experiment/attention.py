@@ -33,21 +33,23 @@ def maps(run: Run, client: int, images: int = IMAGES) -> dict[str, np.ndarray]:
       the scores; last is `all`, the model of `acc`.
 
     Raises:
-      InputError: inputs are no images, or the model has no convolution.
+      InputError: inputs are no images with a class, or the model has no convolution.
     """
     # Grad-CAM finds convolutions of XLA
     e = build(run.experiment.config.replace(conv="xla"))
     check("attention", client, 0, e.task.num_clients - 1, whole=True)
-    if len(e.task.input.shape) != 3:
-        raise InputError(f"Grad-CAM needs images, got inputs {e.task.input.shape}.")
     rows = e.partition.test[client][:images]
-    x, y = e.dataset.x[rows], jnp.asarray(e.dataset.y[rows], jnp.int32)
+    x, y = e.dataset.x[rows], np.asarray(e.dataset.y[rows])
+    if x.ndim != 4 or y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer):
+        raise InputError("Grad-CAM needs images, and one class per image.")
     (t, state), names = run.checkpoint, _names(run)
 
     def explained(predictor: Predictor, *_: Any) -> Predictor:
         def found(x: Array, mask: Array) -> PyTree:
             def one(j: Any = slice(None)) -> Array:
-                return grad_cam(lambda x: predictor(x, mask)[(..., j)], x, y)
+                return grad_cam(
+                    lambda x: predictor(x, mask)[(..., j)], x, jnp.asarray(y)
+                )
 
             outputs = jax.eval_shape(predictor, x, mask)
             shape: tuple[int, ...] = getattr(outputs, "shape", ())

@@ -120,10 +120,13 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
 
 
 def uploads(table: pd.DataFrame, score: str) -> Figure:
-    """Draws the mean over clients by what they have sent, a curve per label."""
+    """Draws the mean over clients by what they have sent, a curve per label, without
+    bands."""
     figure = curves(table, score, BY_UPLOAD)
     for axes in figure.axes:
         axes.set_xscale("log", nonpositive="mask")
+        for band in list(axes.collections):
+            band.remove()
     return figure
 
 

@@ -6,9 +6,10 @@ RUN is a run directory, or the directory of a sweep.
 Each attacked client holds some of its images as its only training examples, takes the
 method's local steps on them in one batch and sends its update. The attacker is the
 server. It knows the update, the method, its own state and the number of images, and
-draws the client's private parameters itself. Printed are PSNR and SSIM of the images,
-matched over the batch, as means over images. Each RUN gets reconstruction.json, and
-reconstruction.png with the original images above the reconstructed ones.
+draws the client's private parameters itself. With --private=known it knows those before
+training, an upper bound. Printed are PSNR and SSIM of the images, matched over the
+batch, as means over images. Each RUN gets reconstruction.json, and reconstruction.png
+with the original images above the reconstructed ones.
 """
 
 import json
@@ -35,11 +36,15 @@ FLAGS = {
     "round": cli.Flag(int, "0: the first round; else after the last one", 0),
     "attack": cli.Flag(str, ", ".join(reconstruction.ATTACKS), "inverting"),
     "labels": cli.Flag(str, "known, inferred (from the head's bias) or drawn", "known"),
+    "private": cli.Flag(
+        str, "what a client keeps: drawn by the attacker, or known to it", "drawn"
+    ),
     "steps": cli.Flag(int, "steps of the attack's optimizer", 1000),
     "restarts": cli.Flag(int, "random starts of the attack", 1),
     "tv": cli.Flag(float, "weight of the total variation (inverting)", 0.01),
 }
 LABELS = ("known", "inferred", "drawn")
+PRIVATE = ("drawn", "known")
 
 
 def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any]:
@@ -56,6 +61,7 @@ def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any
     """
     given = {name: flag.default for name, flag in FLAGS.items()} | options
     choose("labels", given["labels"], LABELS)
+    choose("private", given["private"], PRIVATE)
     count = given["images"]
     check("images", count, 1, int(np.min(e.task.sizes)), whole=True)
     check("clients", given["clients"], 1, e.task.num_clients, whole=True)
@@ -100,8 +106,9 @@ def _attacked(
             labels = reconstruction.inferred_labels(
                 sent, len(x), e.task.num_classes, scale
             )
-        # what a client keeps is not known to the server
-        row = jax.tree.map(lambda row: row[:1], guess.clients)
+        row = own
+        if given["private"] == "drawn":
+            row = jax.tree.map(lambda row: row[:1], guess.clients)
 
         def simulated(x: jax.Array, y: jax.Array) -> PyTree:
             return send(jax.random.key(1), {}, State(state.server, row), x, y)

@@ -48,6 +48,7 @@ def test_compressed_runs_are_drawn_by_what_clients_sent(tmp_path):
     np.testing.assert_allclose(found[0], np.arange(4) * 0.002)
     np.testing.assert_allclose(found[1], [0.5, 0.6, 0.7, 0.8])
     assert {axes.get_xscale() for axes in drawn.axes} == {"log"}
+    assert not any(axes.collections for axes in drawn.axes)
 
 
 def test_clients_are_drawn_from_the_worst_to_the_best(sweep):
