@@ -569,11 +569,14 @@ def optimizer(
 
 def check_growth(e: Experiment, before: int) -> None:
     """Raises InputError if a method has a schedule over the rounds, which grew."""
+    if e.config.rounds == before:
+        return
     texts = set()
-    for rounds in {before, e.config.rounds}:
+    for rounds in (before, e.config.rounds):
         task = e.task._replace(rounds=rounds)
         program = dataclasses.replace(e, task=task).on_one_device()
-        federation = e.federation._replace(placement=program.placement)
+        federation = simulate.with_frozen(e.federation, task)
+        federation = federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1 or e.config.schedule != "constant":
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")

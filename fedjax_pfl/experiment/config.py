@@ -144,7 +144,7 @@ class Config:
     metrics: str = _field(
         "acc",
         "scores: acc, and further ones of auc, ap, balanced_accuracy, "
-        "ece, f1, as acc,auc",
+        "ece, f1, perplexity, as acc,auc",
     )
     momentum: Annotated[float, Interval(ge=0, lt=1)] = _field(0.0, "momentum of sgd")
     weight_decay: Annotated[float, Ge(0)] = _field(

@@ -1,0 +1,224 @@
+"""Networks in folders of Hugging Face against PyTorch's outputs, and adapters in peft's
+layout."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.models import adapted, peft, pretrained
+
+TOKENS, LENGTH, CLASSES = 30, 7, 3
+RNG = np.random.default_rng(0)
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+IMAGES = SMALL | {"image_size": 8, "patch_size": 4, "num_labels": CLASSES}
+TEXT = SMALL | {"vocab_size": TOKENS, "max_position_embeddings": 12}
+LLAMA = TEXT | {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12}
+
+
+def saved(folder, kind, settings, **more):
+    """A network of transformers with drawn weights, in a folder."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    name, _, task = kind.partition(" ")
+    config = getattr(transformers, f"{name}Config")(**settings)
+    network = getattr(transformers, f"{name}{task}")(config).eval()
+    for parameter in network.parameters():  # norms and biases, too
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    network.save_pretrained(folder, **more)
+    return network
+
+
+def images(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def texts(padding=True):
+    x = RNG.integers(1, TOKENS, (4, LENGTH))
+    kept = np.array([LENGTH, 4, 2, 1]) if padding else np.full(4, LENGTH)
+    return np.where(np.arange(LENGTH) < kept[:, None], x, 0).astype(np.int32)
+
+
+def theirs(network, *given, **named):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return network(*map(torch.as_tensor, given), **named)
+
+
+def ours(folder, x, classes, **options):
+    model = pretrained.model(str(folder), x.shape[1:], classes, **options)
+    w = model.init(jax.random.key(1))
+    return model, w, jax.jit(lambda w, x: model.apply(w, x)[0])(w, jnp.asarray(x))
+
+
+def close(found, wanted, tolerance=2e-5):
+    wanted = getattr(wanted, "numpy", lambda: wanted)()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViT ForImageClassification", {}),
+        ("ViT ForImageClassification", {"qkv_bias": False, "hidden_act": "relu"}),
+        ("DeiT ForImageClassification", {}),
+        ("Dinov2 ForImageClassification", {"mlp_ratio": 2, "layerscale_value": 0.5}),
+    ],
+)
+def test_image_classifiers_have_the_outputs_of_pytorch(kind, settings, tmp_path):
+    network = saved(tmp_path, kind, IMAGES | settings)
+    x = images(3, 8, 8, 3)
+    wanted = theirs(network, x.transpose(0, 3, 1, 2)).logits
+    close(ours(tmp_path, x, CLASSES)[2], wanted)
+    _, w, _ = ours(tmp_path, x, 5)  # another number of classes: a new head
+    assert w["head"]["kernel"].shape[1] == 5
+
+
+@pytest.mark.parametrize("kind", ["CLIP VisionModel", "CLIPVision", "CLIP Model"])
+def test_the_image_tower_of_clip_has_the_features_of_pytorch(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if kind == "CLIP Model":
+        text = TEXT | {"bos_token_id": 1, "eos_token_id": 2}
+        given = {"vision_config": IMAGES, "text_config": text}
+        network = saved(tmp_path, kind, given).vision_model
+    else:
+        torch = pytest.importorskip("torch")
+        torch.manual_seed(0)
+        config = transformers.CLIPVisionConfig(**IMAGES, projection_dim=8)
+        end = "" if kind == "CLIP VisionModel" else "WithProjection"
+        network = getattr(transformers, f"CLIPVisionModel{end}")(config).eval()
+        network.save_pretrained(tmp_path)
+        network = network.vision_model if end else network
+    x = images(3, 8, 8, 3)
+    wanted = theirs(network, x.transpose(0, 3, 1, 2)).pooler_output
+    model, w, _ = ours(tmp_path, x, CLASSES)
+    close(model.features(w, jnp.asarray(x))[0], wanted)
+
+
+def test_images_are_resized_and_normalised_and_positions_interpolated(tmp_path):
+    network = saved(tmp_path, "ViT ForImageClassification", IMAGES)
+    given = {"size": {"height": 16, "width": 16}, "image_mean": [0.1, 0.2, 0.3]}
+    given["image_std"] = [0.5, 0.6, 0.7]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    x = images(2, 4, 4, 3)
+    large = np.asarray(jax.image.resize(x, (2, 16, 16, 3), "linear"))
+    pixels = ((large + 1) / 2 - given["image_mean"]) / given["image_std"]
+    pixels = pixels.transpose(0, 3, 1, 2).astype(np.float32)
+    wanted = theirs(network, pixels, interpolate_pos_encoding=True).logits
+    close(ours(tmp_path, x, CLASSES)[2], wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Bert ForSequenceClassification", TEXT),
+        ("DistilBert ForSequenceClassification", DISTIL | {"vocab_size": TOKENS}),
+    ],
+)
+def test_text_classifiers_have_the_outputs_of_pytorch(kind, settings, tmp_path):
+    network = saved(tmp_path, kind, settings | {"num_labels": CLASSES})
+    x = texts()
+    torch = pytest.importorskip("torch")
+    seen = torch.as_tensor(x != 0)
+    wanted = theirs(network, x.astype(int), attention_mask=seen).logits
+    close(ours(tmp_path, x, CLASSES, **TOKENS_IN)[2], wanted)
+
+
+TOKENS_IN = {"input_dtype": jnp.int32, "vocabulary": TOKENS}
+
+
+def test_an_encoder_without_pooler_has_the_mean_over_tokens(tmp_path):
+    network = saved(tmp_path, "DistilBert Model", DISTIL | {"vocab_size": TOKENS})
+    x = texts()
+    torch = pytest.importorskip("torch")
+    seen = torch.as_tensor(x != 0)
+    h = theirs(network, x.astype(int), attention_mask=seen).last_hidden_state
+    wanted = (h * seen[..., None]).sum(1) / seen.sum(1)[:, None]
+    model, w, _ = ours(tmp_path, x, CLASSES, **TOKENS_IN)
+    close(model.features(w, jnp.asarray(x))[0], wanted)
+    model, w, _ = ours(tmp_path, x, CLASSES, positions=LENGTH, **TOKENS_IN)
+    found = model.features(w, jnp.asarray(x))[0].reshape(h.shape)
+    close(np.asarray(found)[x != 0], h[seen])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS}),
+        ("GPT2 LMHeadModel", GPT2 | {"vocab_size": 30, "tie_word_embeddings": False}),
+        ("Llama ForCausalLM", LLAMA),
+        ("Llama ForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 6}),
+        ("Llama ForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+        ("Llama ForCausalLM", LLAMA | {"rope_parameters": LLAMA3}),
+    ],
+)
+def test_decoders_have_the_logits_of_pytorch(kind, settings, tmp_path):
+    network = saved(tmp_path, kind, settings)
+    x = texts(padding=False)
+    x[0, 2] = 0  # a token like others
+    wanted = theirs(network, x.astype(int)).logits.reshape(-1, TOKENS)
+    close(ours(tmp_path, x, TOKENS, positions=LENGTH, **TOKENS_IN)[2], wanted)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_decoders_classify_by_the_last_token(kind, tmp_path):
+    settings = GPT2 if kind == "GPT2" else LLAMA
+    settings = settings | {"vocab_size": TOKENS, "pad_token_id": 0}
+    settings["num_labels"] = CLASSES
+    network = saved(tmp_path, f"{kind} ForSequenceClassification", settings)
+    x = texts()
+    close(ours(tmp_path, x, CLASSES, **TOKENS_IN)[2], theirs(network, x.astype(int))[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "where"),
+    [
+        ("ViT ForImageClassification", IMAGES, "attention"),
+        ("ViT ForImageClassification", IMAGES, "dense"),  # with the patches
+        ("Dinov2 ForImageClassification", IMAGES | {"mlp_ratio": 2}, "attention"),
+        ("Bert ForSequenceClassification", TEXT | {"num_labels": CLASSES}, "dense"),
+        ("GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS}, "dense"),
+        ("Llama ForCausalLM", LLAMA, "attention"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+def test_peft_loads_an_adapter_with_the_same_outputs(kind, settings, where, tmp_path):
+    peft_library = pytest.importorskip("peft", reason="needs peft")
+    network = saved(tmp_path / "base", kind, settings)
+    found = pretrained.load(str(tmp_path / "base"))
+    options, classes, x = TOKENS_IN, CLASSES, texts(padding=False)
+    if "Image" in kind:
+        options, x = {}, images(3, 8, 8, 3)
+    elif "Sequence" not in kind:
+        options, classes = TOKENS_IN | {"positions": LENGTH}, TOKENS
+    how = adapted.lora(rank=2, alpha=3, where=where)
+    model = adapted.adapted(
+        found.factory, how, x.shape[1:], classes, base=found.variables, **options
+    )
+    w = jax.tree.map(
+        lambda a: a + 0.3 * RNG.normal(size=a.shape).astype(np.float32),
+        jax.device_get(model.init(jax.random.key(0))),
+    )
+    peft.save(tmp_path / "adapter", str(tmp_path / "base"), model, w, how.scale)
+    network = peft_library.PeftModel.from_pretrained(network, tmp_path / "adapter")
+    given = x.transpose(0, 3, 1, 2) if "Image" in kind else x.astype(int)
+    wanted = theirs(network.eval(), given).logits
+    close(model.apply(w, jnp.asarray(x))[0], wanted.reshape(-1, classes), 1e-4)
