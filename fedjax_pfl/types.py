@@ -203,7 +203,7 @@ class Task(NamedTuple):
     sampling: Callable[[Array, Array, "History"], Array] | None = None
     # (client id, round) -> Work; None: all clients have the task's local work
     work: Callable[[Array, Array], "Work"] | None = None
-    # further scores of logits, names in `evaluation.METRICS`
+    # further scores of logits, names in `evaluation.METRICS`, or perplexity
     metrics: tuple[str, ...] = ()
     # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
     # None: that of the mean loss

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.models import pretrained
+from fedjax_pfl.models import adapted, peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
 RNG = np.random.default_rng(0)
@@ -186,3 +186,39 @@ def test_decoders_classify_by_the_last_token(kind, tmp_path):
     network = saved(tmp_path, f"{kind} ForSequenceClassification", settings)
     x = texts()
     close(ours(tmp_path, x, CLASSES, **TOKENS_IN)[2], theirs(network, x.astype(int))[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "where"),
+    [
+        ("ViT ForImageClassification", IMAGES, "attention"),
+        ("ViT ForImageClassification", IMAGES, "dense"),  # with the patches
+        ("Dinov2 ForImageClassification", IMAGES | {"mlp_ratio": 2}, "attention"),
+        ("Bert ForSequenceClassification", TEXT | {"num_labels": CLASSES}, "dense"),
+        ("GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS}, "dense"),
+        ("Llama ForCausalLM", LLAMA, "attention"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+def test_peft_loads_an_adapter_with_the_same_outputs(kind, settings, where, tmp_path):
+    peft_library = pytest.importorskip("peft", reason="needs peft")
+    network = saved(tmp_path / "base", kind, settings)
+    found = pretrained.load(str(tmp_path / "base"))
+    options, classes, x = TOKENS_IN, CLASSES, texts(padding=False)
+    if "Image" in kind:
+        options, x = {}, images(3, 8, 8, 3)
+    elif "Sequence" not in kind:
+        options, classes = TOKENS_IN | {"positions": LENGTH}, TOKENS
+    how = adapted.lora(rank=2, alpha=3, where=where)
+    model = adapted.adapted(
+        found.factory, how, x.shape[1:], classes, base=found.variables, **options
+    )
+    w = jax.tree.map(
+        lambda a: a + 0.3 * RNG.normal(size=a.shape).astype(np.float32),
+        jax.device_get(model.init(jax.random.key(0))),
+    )
+    peft.save(tmp_path / "adapter", str(tmp_path / "base"), model, w, how.scale)
+    network = peft_library.PeftModel.from_pretrained(network, tmp_path / "adapter")
+    given = x.transpose(0, 3, 1, 2) if "Image" in kind else x.astype(int)
+    wanted = theirs(network.eval(), given).logits
+    close(model.apply(w, jnp.asarray(x))[0], wanted.reshape(-1, classes), 1e-4)

@@ -12,7 +12,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
-from fedjax_pfl.evaluation import METRICS
+from fedjax_pfl.evaluation import METRICS, PERPLEXITY
 from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Task
 
@@ -58,7 +58,9 @@ def task(given: Task) -> Task:
         )
     optimizer(given.optimizer)
     for name in given.metrics:
-        choose("metric", name, METRICS)
+        choose("metric", name, (*METRICS, PERPLEXITY))
+    if PERPLEXITY in given.metrics and np.dtype(given.label.dtype).kind not in "iu":
+        raise InputError("The metric perplexity needs labels that are classes.")
     return given
 
 

@@ -22,6 +22,24 @@ from fedjax_pfl.models.transformer import Layout
 from fedjax_pfl.models.vit import Patches
 from fedjax_pfl.types import Array
 
+# names of heads and of what belongs to them: they have no prefix
+HEADS = ("classifier", "pre_classifier", "lm_head", "score")
+_ATTENTION = (
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+)
+_PERCEPTRON = (
+    ("encoder.layer.", "layers."),
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+)
+_RENAMED = {
+    "vit": _ATTENTION + _PERCEPTRON,
+    "deit": _ATTENTION + _PERCEPTRON,
+    "dinov2": _ATTENTION,
+}
 Edit = Callable[[np.ndarray, Files], np.ndarray]
 
 
@@ -36,7 +54,7 @@ class Family(NamedTuple):
         name of a parameter has one in the file.
       edits: {parameter: (its value in the file, files) -> value}.
       transposed: linear layers in the file are [out, in].
-      task: of peft, with the head.
+      renamed: (part of a module's name in the file, part in transformers 5).
     """
 
     factory: Factory
@@ -45,19 +63,17 @@ class Family(NamedTuple):
     names: Mapping[str, str]
     edits: Mapping[str, Edit] = MappingProxyType({})
     transposed: bool = True
-    task: str | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
-
-def file_name(family: Family, path: tuple[str, ...]) -> str:
-    """Returns the name in the file, without prefix, of a module or parameter of the
-    body, or of ("head",)."""
-    own = ".".join(path)
-    numbers = [part for part in path if part.isdecimal()]
-    names = family.names
-    if path[0] == "blocks":
-        own = own.replace(f"blocks.{numbers[0]}", "blocks.{}", 1)
-        return names[own].format(numbers[0])
-    return names[own]
+    def file_name(self, path: tuple[str, ...]) -> str:
+        """Returns the name in the file, without prefix, of a module or parameter of the
+        body, or of ("head",)."""
+        own, *numbers = ".".join(path), *filter(str.isdecimal, path)
+        if path[0] == "blocks":
+            own = own.replace(f"blocks.{numbers[0]}", "blocks.{}", 1)
+        if own not in self.names:
+            raise InputError(f"The network has no {'.'.join(path)} in Hugging Face's.")
+        return self.names[own].format(*numbers)
 
 
 def _block_names(base: str, attention: str, **others: str) -> dict[str, str]:
@@ -132,7 +148,8 @@ def _patches(
     example = {"input_shape": (side, side, channels)}
     edits = {"places": places, "tokens": first}
     names = names | {"tokens": tokens[0]}
-    return Family(factory, example, prefix, names, edits)
+    renamed = _RENAMED.get(kind, ())
+    return Family(factory, example, prefix, names, edits, renamed=renamed)
 
 
 def resampled(places: np.ndarray, extra: int, side: int) -> np.ndarray:
@@ -295,7 +312,7 @@ def _encoder(
         return Net(body, layers.linear(layout.width, num_classes, rngs))
 
     example = {"input_shape": (1,), "vocabulary": size}
-    return Family(factory, example, task="SEQ_CLS", **family)
+    return Family(factory, example, **family)
 
 
 def _check_text(
@@ -440,7 +457,7 @@ def _decoder(
     example: dict[str, Any] = {"input_shape": (1,), "vocabulary": 2}
     if tied or files.find("lm_head.weight"):
         example["positions"] = 1
-    return Family(factory, example, task="CAUSAL_LM", **family)
+    return Family(factory, example, **family)
 
 
 def _gpt2(config: Config, files: Files) -> Family:

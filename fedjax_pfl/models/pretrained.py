@@ -12,7 +12,7 @@ from flax import nnx, traverse_util
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import nnx_model
 from fedjax_pfl.models.checkpoints import Files, digest, read_config, words
-from fedjax_pfl.models.families import TYPES, Family, file_name
+from fedjax_pfl.models.families import TYPES, Family
 from fedjax_pfl.models.nets import Shape
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, Model, PyTree
@@ -129,9 +129,9 @@ def _value(
     """Reads one parameter of the body."""
     *module, leaf = path
     if leaf in _LEAVES:
-        name = f"{file_name(family, tuple(module))}.{_LEAVES[leaf]}"
+        name = f"{family.file_name(tuple(module))}.{_LEAVES[leaf]}"
     else:
-        name = file_name(family, path)
+        name = family.file_name(path)
     value = files.read(name)
     stored = list(value.shape)
     if leaf == "kernel" and value.ndim == 4:  # patches, of a convolution
