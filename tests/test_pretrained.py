@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import adapted, peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
@@ -186,6 +187,65 @@ def test_decoders_classify_by_the_last_token(kind, tmp_path):
     network = saved(tmp_path, f"{kind} ForSequenceClassification", settings)
     x = texts()
     close(ours(tmp_path, x, CLASSES, **TOKENS_IN)[2], theirs(network, x.astype(int))[0])
+
+
+def test_weights_in_parts_and_in_bfloat16_are_read(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    network = saved(tmp_path / "whole", "Llama ForCausalLM", LLAMA)
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "parts", max_shard_size=2000)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    whole, parts = (
+        pretrained.load(str(tmp_path / name)).variables for name in ("whole", "parts")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), whole, parts)
+    assert {x.dtype for x in jax.tree.leaves(parts)} == {np.dtype(np.float32)}
+    digests = {pretrained.digest(str(tmp_path / x)) for x in ("whole", "parts")}
+    assert len(digests) == 2
+
+
+def written(folder, config, tensors):
+    """A folder that needs no other library than safetensors."""
+    library = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    library.save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_wrong_folders_are_refused_with_one_sentence(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+        pretrained.load(str(tmp_path))
+    gpt2 = GPT2 | {"model_type": "gpt2", "vocab_size": 5}
+    refused = [
+        ({"model_type": "t5"}, {}, "Unknown model_type 't5'"),
+        ({"n_embd": 16}, {}, "has no 'model_type'"),
+        ({"model_type": "gpt2", "n_embd": 16}, {}, "has no 'n_head'"),
+        (gpt2 | {"activation_function": "mish"}, {}, "activation_function 'mish'"),
+        (gpt2 | {"scale_attn_weights": False}, {}, "'scale_attn_weights' must be True"),
+        (gpt2, {}, "has no tensor"),
+        (gpt2, {"h.0.attn.c_proj.bias": np.zeros(3)}, r"must be \[16\], got \[3\]"),
+        (
+            {"model_type": "vit", "image_size": 8, "patch_size": 3, **SMALL},
+            {},
+            "multiple of the 3 pixels",
+        ),
+    ]
+    for config, tensors, message in refused:
+        folder = written(tmp_path, config, tensors | {"x": np.zeros(1)})
+        with pytest.raises(InputError, match=message):
+            pretrained.load(folder)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"must hold config\.json and model"):
+        pretrained.load(str(tmp_path))
+
+
+def test_inputs_must_fit_the_network(tmp_path):
+    saved(tmp_path, "GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS})
+    given = {"input_dtype": jnp.int32, "positions": LENGTH}
+    with pytest.raises(InputError, match="has 30 tokens, the data set 40"):
+        pretrained.model(str(tmp_path), (LENGTH,), 40, vocabulary=40, **given)
+    with pytest.raises(InputError, match="at most 12 tokens, got 13"):
+        pretrained.model(str(tmp_path), (13,), TOKENS, vocabulary=TOKENS, **given)
 
 
 @pytest.mark.parametrize(
