@@ -26,6 +26,7 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import (
     datasets,
+    features,
     federate,
     images,
     marks,
@@ -50,6 +51,7 @@ from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.models.adapted import adapted, parse as parse_adaptation
 from fedjax_pfl.models.registry import TEXT
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
@@ -181,6 +183,9 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     task = make_task(config, dataset, everybody)
     if public is not None:
         task = simulate.with_public(task, public)
+    if config.feature_cache is not None:
+        given = task, dataset, public
+        task, dataset, public = features.cached(*given, dtype=config.feature_cache)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
     task = task._replace(sampling=task_options.sampling(config, task))
@@ -190,10 +195,12 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     config = lay_out(config, task)
     program = with_validation(make_program(config, task, laid_out=True), partition)
     federation = federate.federate(dataset, partition, room, public)
+    federation = simulate.with_frozen(federation, task)
     away = None
     if len(others):
         rows = select(everybody, others)
         theirs = federate.others(federation, dataset, rows, room)
+        theirs = theirs._replace(frozen=federation.frozen)
         away = Unseen(others, rows, theirs, unseen.among(everyone, others))
         unseen_scorer(config, task, away)
     factory, hparams = method(config)
@@ -483,15 +490,55 @@ def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
     }
+    if config.adapt is not None:
+        more |= {"adapt": config.adapt, "base": config.base}
     if not user_code.named(name):
         return _known(*given, **more)
     with user_code.blamed("model", name):
-        made = nnx_model.model(*given, **more)
+        made = _made(*given, **more)
         validate.model(made, dataset)
     return made
 
 
-_known = functools.cache(nnx_model.model)  # one trace for all runs of a sweep
+def _made(
+    name: str,
+    shape: tuple[int, ...],
+    num_classes: int,
+    bn_stats: str,
+    conv: str,
+    compute_dtype: str,
+    features: int | None,
+    adapt: str | None = None,
+    base: str | None = None,
+    **more: Any,
+) -> Model:
+    """Makes a network, adapted if `adapt` is given."""
+    options = more | {"bn_stats": bn_stats, "conv": conv, "features": features}
+    options |= {"compute_dtype": compute_dtype}
+    if adapt is None:
+        return nnx_model.model(name, shape, num_classes, **options)
+    variables = None if base is None else base_variables(base)
+    how = parse_adaptation(adapt)
+    return adapted(name, how, shape, num_classes, base=variables, **options)
+
+
+_known = functools.cache(_made)  # one trace for all runs of a sweep
+
+
+@functools.cache  # one copy for all networks
+def base_variables(path: str) -> PyTree:
+    """Returns the variables of the model that the clients of a finished run shared.
+
+    Raises:
+      InputError: the run has no checkpoint, or its clients shared no body.
+    """
+    from fedjax_pfl.experiment import results  # made of experiments
+
+    server = server_optimizer.plain(results.load(path).state().server)
+    if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
+        raise InputError(f"--base={path} has no model that its clients shared.")
+    parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
+    return jax.tree.map(jnp.asarray, parts)
 
 
 def num_parameters(model: Model) -> int:
@@ -541,13 +588,16 @@ def digests(e: Experiment) -> dict[str, str]:
     names, _ = architectures(c.model, len(e.everybody.train))
     code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
     code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
+    # features differ in their last bits between devices
+    data = e.unmarked if c.feature_cache else e.dataset
+    base = jax.tree.leaves(base_variables(c.base)) if c.base else []
     return {
-        "data": _digest(e.dataset.x, e.dataset.y),
+        "data": _digest(data.x, data.y),
         "public": _digest(*public),
         "networks": _digest("\n".join(e.networks).encode()),
         "partition": digest(e.everybody),
         "code": user_code.digest(code) or "",
-    }
+    } | ({"base": _digest(*base)} if base else {})
 
 
 def _digest(*arrays: Any) -> str:

@@ -25,6 +25,7 @@ from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
+from fedjax_pfl.models.adapted import parse as parse_adaptation
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.privacy import differential_privacy
 from fedjax_pfl.privacy.attacks import ATTACKS
@@ -208,6 +209,17 @@ class Config:
     init_from: str | None = _field(
         None, "run directory whose last checkpoint has the variables to start from"
     )
+    adapt: str | None = _field(
+        None,
+        "train these parameters of a frozen network: lora:RANK, ffa_lora:RANK (also "
+        "with :attention, :dense or :all), head, bias, norms or prompt:TOKENS",
+    )
+    base: str | None = _field(
+        None, "run directory whose shared model is the frozen network of --adapt"
+    )
+    feature_cache: Literal["float32", "bfloat16"] | None = _field(
+        None, "compute the features of --adapt=head once, and store them in this dtype"
+    )
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _field(0, "random seed")
     eval_every: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
         1, "rounds between evaluations; 0: only after the last round"
@@ -326,6 +338,12 @@ def complete(config: Config) -> Config:
     participation(config.participation)
     attack(config)
     compression(config)
+    if config.adapt is not None:
+        parse_adaptation(config.adapt)
+    if config.adapt is None and config.base is not None:
+        raise InputError("--base needs --adapt.")
+    if config.feature_cache is not None and config.adapt != "head":
+        raise InputError("--feature_cache needs --adapt=head.")
     config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):

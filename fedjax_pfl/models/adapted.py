@@ -118,11 +118,37 @@ def prompt(tokens: int) -> Adaptation:
             raise InputError(f"{type(body).__name__} has no transformer blocks.")
         for i, block in enumerate(blocks):
             block.prompted = (tokens, i == len(blocks) - 1)
-            block.__class__ = _with_prompt(type(block))
+            kind: Any = type(block)
+            block.__class__ = _with_prompt(kind)
         small = nnx.initializers.normal(0.02)
         blocks[0].prompt = nnx.Param(small(rngs.params(), (tokens, widths[0])))
 
     return Adaptation(f"prompt:{tokens}", insert, lambda path, _: path[-1] == PROMPT)
+
+
+def parse(spec: str) -> Adaptation:
+    """Returns the adaptation of a text: lora:RANK or ffa_lora:RANK, also with :WHERE,
+    head, bias, norms, or prompt:TOKENS.
+
+    Raises:
+      InputError: the text is none of these.
+    """
+    kind, _, rest = spec.partition(":")
+    number, _, where = rest.partition(":")
+    if kind in SIMPLE and not rest:
+        return SIMPLE[kind]()
+    if number.isdecimal() and kind == "prompt" and not where:
+        return prompt(int(number))
+    if number.isdecimal() and kind in ("lora", "ffa_lora"):
+        train = "ab" if kind == "lora" else "b"
+        return lora(int(number), where=where or "attention", train=train)
+    raise InputError(
+        "`adapt` must be lora:RANK, lora:RANK:WHERE, ffa_lora:RANK, prompt:TOKENS, "
+        f"{', '.join(SIMPLE)}, got {spec!r}."
+    )
+
+
+SIMPLE = {"head": head, "bias": bias, "norms": norms}
 
 
 def adapted(
@@ -308,16 +334,17 @@ def _add_lora(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     outside = int(np.prod(layer.out_features))
     setattr(layer, B, nnx.Param(jnp.zeros((rank, outside), jnp.float32)))
     layer.lora_scale = scale
-    layer.__class__ = _with_lora(type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = _with_lora(kind)
 
 
 @functools.cache
-def _with_lora(kind: type) -> type:
+def _with_lora(kind: Any) -> Any:
     """Returns a subclass of a layer that adds scale (x A) B to its result."""
 
     def low(self: Any, x: Array) -> Array:
         """x A: [..., I] -> [..., r]."""
-        if isinstance(self, nnx.Conv):
+        if issubclass(kind, nnx.Conv):
             return self.lora_a(x)
         axes = len(self.axis) if isinstance(self, nnx.LinearGeneral) else 1
         return x.reshape(*x.shape[: x.ndim - axes], -1) @ self.lora_a[...]
@@ -332,12 +359,13 @@ def _with_lora(kind: type) -> type:
 
 def _width(block: nnx.Module) -> int | None:
     """Returns the width K of the tokens of a transformer block."""
-    norms = (part for _, part in nnx.iter_modules(block) if isinstance(part, NORMS))
+    kinds = (nnx.LayerNorm, nnx.RMSNorm)
+    norms = (part for _, part in nnx.iter_modules(block) if isinstance(part, kinds))
     return next((int(norm.num_features) for norm in norms), None)
 
 
 @functools.cache
-def _with_prompt(kind: type) -> type:
+def _with_prompt(kind: Any) -> Any:
     """Returns a subclass of a block whose attention includes the prompt."""
 
     def call(self: Any, h: Array, seen: Array | None, *args: Any, **kw: Any) -> Array:
@@ -394,7 +422,7 @@ def _some(tree: PyTree, names: set[Path]) -> PyTree:
 
 
 def _flat(tree: PyTree) -> dict[Path, Any]:
-    return traverse_util.flatten_dict(tree)
+    return dict(traverse_util.flatten_dict(tree))
 
 
 def _nested(flat: dict[Path, Any]) -> PyTree:

@@ -155,7 +155,7 @@ def model(
             module = widened(module, num_classes, features, rngs)
         module = _normalised(module, bn_stats)
         if change is not None:
-            change(module.body, rngs)
+            change(module.body, rngs)  # type: ignore[attr-defined]
         return module
 
     def init(key: Array) -> PyTree:
