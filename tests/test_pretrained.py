@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiment.runs import run
 
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import results
 from fedjax_pfl.models import adapted, peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
@@ -237,6 +239,58 @@ def test_wrong_folders_are_refused_with_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"must hold config\.json and model"):
         pretrained.load(str(tmp_path))
+
+
+VOCABULARY = {"!": 0, "a": 1, "b": 2, " ": 3, "<end>": 4}
+SPEECH = {"ann": "ab ab! " * 12, "bob": "ba! " * 20, "cy": "aab b" * 16}
+
+
+def silent(folder):
+    """A GPT-2 whose logits are equal, and a tokenizer of characters."""
+    k, layers = GPT2["n_embd"], range(GPT2["n_layer"])
+    zeros = lambda *shape: np.zeros(shape, np.float32)
+    tensors = {"wte.weight": np.eye(5, k, dtype=np.float32), "wpe.weight": zeros(12, k)}
+    linear = {
+        "attn.c_attn": 3 * k,
+        "attn.c_proj": k,
+        "mlp.c_fc": 4 * k,
+        "mlp.c_proj": k,
+    }
+    for start in [f"h.{i}.{name}" for i in layers for name in ("ln_1", "ln_2")] + [
+        "ln_f"
+    ]:
+        tensors |= {f"{start}.weight": zeros(k) + 1, f"{start}.bias": zeros(k)}
+    for i in layers:
+        for name, width in linear.items():
+            rows = 4 * k if name == "mlp.c_proj" else k
+            tensors[f"h.{i}.{name}.weight"] = zeros(rows, width)
+            tensors[f"h.{i}.{name}.bias"] = zeros(width)
+    tensors["ln_f.weight"] = zeros(k)
+    config = GPT2 | {"model_type": "gpt2", "vocab_size": 5}
+    path = written(folder, config, tensors)
+    library = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    made = library.Tokenizer(library.models.BPE(VOCABULARY, []))
+    made.save(str(folder / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("flag", ["--model=pretrained:", "--adapt=lora:2 --base="])
+def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
+    folder = silent(tmp_path / "base")
+    (tmp_path / "texts.json").write_text(json.dumps(SPEECH))
+    argv = f"--algo=ditto --dataset=text:{tmp_path}/texts.json --max_length=8 --lr=0.1"
+    argv += (
+        " --partition=natural:speaker --metrics=perplexity --rounds=2 --optimizer=adam"
+    )
+    argv += f" --workdir={tmp_path}/run {flag}{folder}"
+    assert run(*argv.split()) == 0
+    found = results.load(tmp_path / "run")
+    assert found.experiment.dataset.words == tuple(VOCABULARY)
+    assert found.config["model"] == f"pretrained:{folder}"
+    scores = found.metrics["pre/perplexity"]
+    np.testing.assert_allclose(scores.iloc[0], len(VOCABULARY), rtol=1e-5)
+    if "lora" not in flag:  # the last norm, which is frozen, hides the adapters
+        assert scores.iloc[-1] < 4.9
 
 
 def test_inputs_must_fit_the_network(tmp_path):
