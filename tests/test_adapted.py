@@ -16,8 +16,9 @@ from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.placement import AXIS
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import layers, nets
+from fedjax_pfl.models import layers, nets, text, vit
 from fedjax_pfl.models.adapted import bias, head, lora, norms, prompt
+from fedjax_pfl.models.transformer import Layout
 from fedjax_pfl.types import State
 
 KEY, IMAGE, C = jax.random.key(0), (8, 8, 3), 4
@@ -26,16 +27,12 @@ S = jax.ShapeDtypeStruct
 
 
 def tiny_vit(input_shape, num_classes, rngs):
-    from fedjax_pfl.models.vit import Patches
-
-    body = Patches(input_shape, 4, 16, 2, 2, rngs)
+    body = vit.Patches(input_shape, 4, 2, Layout(16, 2, 64), rngs)
     return nets.Net(body, layers.linear(16, num_classes, rngs))
 
 
 def tokens(input_shape, num_classes, rngs):
-    from fedjax_pfl.models.text import Causal
-
-    body = Causal(9, input_shape[0], 16, 2, 2, 0.0, False, rngs)
+    body = text.Tokens(9, input_shape[0], 2, Layout(16, 2, 64), rngs)
     return nets.Net(body, layers.linear(16, num_classes, rngs))
 
 

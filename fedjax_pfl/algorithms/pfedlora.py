@@ -51,8 +51,8 @@ def pfedlora(
     Note:
       The paper puts the adapter at fully connected layers; here it is at the head,
       whose input width K and classes C all architectures share (`features`). A is drawn
-      from N(0, 1/r^2), B is zero. The paper tunes mu; 0.5 is this project's. `acc` is
-      the score of the adapted logits, `own_acc` those of the own model alone. With mu 0 and
+      from N(0, 1/r^2), B is zero. The paper tunes mu; 0.5 is this project's. `acc`
+      scores the adapted logits, `own_acc` the own model alone. With mu 0 and
       adapter_epochs 0 every client trains alone.
     """
     widths = {model.num_features for model in task.models}
