@@ -30,7 +30,7 @@ CALLS = {  # arguments of a function of each kind
 _BUILT_IN = tuple(
     f"{name}:"
     for name in (
-        *("npz", "tfds", "file", "blocks", "natural"),
+        *("npz", "tfds", "file", "blocks", "natural", "pretrained"),
         *(
             "label_smoothing",
             "focal",

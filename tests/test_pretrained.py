@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiment.runs import run
 
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import results
 from fedjax_pfl.models import adapted, peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
@@ -186,6 +189,117 @@ def test_decoders_classify_by_the_last_token(kind, tmp_path):
     network = saved(tmp_path, f"{kind} ForSequenceClassification", settings)
     x = texts()
     close(ours(tmp_path, x, CLASSES, **TOKENS_IN)[2], theirs(network, x.astype(int))[0])
+
+
+def test_weights_in_parts_and_in_bfloat16_are_read(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    network = saved(tmp_path / "whole", "Llama ForCausalLM", LLAMA)
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "parts", max_shard_size=2000)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    whole, parts = (
+        pretrained.load(str(tmp_path / name)).variables for name in ("whole", "parts")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), whole, parts)
+    assert {x.dtype for x in jax.tree.leaves(parts)} == {np.dtype(np.float32)}
+    digests = {pretrained.digest(str(tmp_path / x)) for x in ("whole", "parts")}
+    assert len(digests) == 2
+
+
+def written(folder, config, tensors):
+    """A folder that needs no other library than safetensors."""
+    library = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    library.save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_wrong_folders_are_refused_with_one_sentence(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+        pretrained.load(str(tmp_path))
+    gpt2 = GPT2 | {"model_type": "gpt2", "vocab_size": 5}
+    refused = [
+        ({"model_type": "t5"}, {}, "Unknown model_type 't5'"),
+        ({"n_embd": 16}, {}, "has no 'model_type'"),
+        ({"model_type": "gpt2", "n_embd": 16}, {}, "has no 'n_head'"),
+        (gpt2 | {"activation_function": "mish"}, {}, "activation_function 'mish'"),
+        (gpt2 | {"scale_attn_weights": False}, {}, "'scale_attn_weights' must be True"),
+        (gpt2, {}, "has no tensor"),
+        (gpt2, {"h.0.attn.c_proj.bias": np.zeros(3)}, r"must be \[16\], got \[3\]"),
+        (
+            {"model_type": "vit", "image_size": 8, "patch_size": 3, **SMALL},
+            {},
+            "multiple of the 3 pixels",
+        ),
+    ]
+    for config, tensors, message in refused:
+        folder = written(tmp_path, config, tensors | {"x": np.zeros(1)})
+        with pytest.raises(InputError, match=message):
+            pretrained.load(folder)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"must hold config\.json and model"):
+        pretrained.load(str(tmp_path))
+
+
+VOCABULARY = {"!": 0, "a": 1, "b": 2, " ": 3, "<end>": 4}
+SPEECH = {"ann": "ab ab! " * 12, "bob": "ba! " * 20, "cy": "aab b" * 16}
+
+
+def silent(folder):
+    """A GPT-2 whose logits are equal, and a tokenizer of characters."""
+    k, layers = GPT2["n_embd"], range(GPT2["n_layer"])
+    zeros = lambda *shape: np.zeros(shape, np.float32)
+    tensors = {"wte.weight": np.eye(5, k, dtype=np.float32), "wpe.weight": zeros(12, k)}
+    linear = {
+        "attn.c_attn": 3 * k,
+        "attn.c_proj": k,
+        "mlp.c_fc": 4 * k,
+        "mlp.c_proj": k,
+    }
+    for start in [f"h.{i}.{name}" for i in layers for name in ("ln_1", "ln_2")] + [
+        "ln_f"
+    ]:
+        tensors |= {f"{start}.weight": zeros(k) + 1, f"{start}.bias": zeros(k)}
+    for i in layers:
+        for name, width in linear.items():
+            rows = 4 * k if name == "mlp.c_proj" else k
+            tensors[f"h.{i}.{name}.weight"] = zeros(rows, width)
+            tensors[f"h.{i}.{name}.bias"] = zeros(width)
+    tensors["ln_f.weight"] = zeros(k)
+    config = GPT2 | {"model_type": "gpt2", "vocab_size": 5}
+    path = written(folder, config, tensors)
+    library = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    made = library.Tokenizer(library.models.BPE(VOCABULARY, []))
+    made.save(str(folder / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize("flag", ["--model=pretrained:", "--adapt=lora:2 --base="])
+def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
+    folder = silent(tmp_path / "base")
+    (tmp_path / "texts.json").write_text(json.dumps(SPEECH))
+    argv = f"--algo=ditto --dataset=text:{tmp_path}/texts.json --max_length=8 --lr=0.1"
+    argv += (
+        " --partition=natural:speaker --metrics=perplexity --rounds=2 --optimizer=adam"
+    )
+    argv += f" --workdir={tmp_path}/run {flag}{folder}"
+    assert run(*argv.split()) == 0
+    found = results.load(tmp_path / "run")
+    assert found.experiment.dataset.words == tuple(VOCABULARY)
+    assert found.config["model"] == f"pretrained:{folder}"
+    scores = found.metrics["pre/perplexity"]
+    np.testing.assert_allclose(scores.iloc[0], len(VOCABULARY), rtol=1e-5)
+    if "lora" not in flag:  # the last norm, which is frozen, hides the adapters
+        assert scores.iloc[-1] < 4.9
+
+
+def test_inputs_must_fit_the_network(tmp_path):
+    saved(tmp_path, "GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS})
+    given = {"input_dtype": jnp.int32, "positions": LENGTH}
+    with pytest.raises(InputError, match="has 30 tokens, the data set 40"):
+        pretrained.model(str(tmp_path), (LENGTH,), 40, vocabulary=40, **given)
+    with pytest.raises(InputError, match="at most 12 tokens, got 13"):
+        pretrained.model(str(tmp_path), (13,), TOKENS, vocabulary=TOKENS, **given)
 
 
 @pytest.mark.parametrize(

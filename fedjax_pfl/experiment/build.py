@@ -56,9 +56,9 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
-from fedjax_pfl.models import MODELS, nnx_model
+from fedjax_pfl.models import MODELS, nnx_model, pretrained
 from fedjax_pfl.models.adapted import adapted, parse as parse_adaptation
-from fedjax_pfl.models.registry import TEXT
+from fedjax_pfl.models.registry import TEXT, Factory
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -190,9 +190,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     warn_of_data(config, unmarked)
     _, of = architectures(config.model, len(everybody.train))
     trained, others = draw_unseen(config, of)
-    if dataset.words is not None:  # the vocabulary of the clients that train
-        own = select(everybody, trained)
-        dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
+    if dataset.words is not None:
+        dataset = with_vocabulary(config, dataset, select(everybody, trained))
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     task = make_task(config, dataset, everybody)
@@ -279,14 +278,28 @@ _load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
 def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
     seed = config.seed if user_code.named(config.dataset) else 0
+    tokenizer, folders = config.tokenizer, pretrained.folders(config.model)
+    if tokenizer is None and folders:
+        tokenizer = pretrained.tokenizer(folders[0])
     return _load(
         config.dataset,
         config.data_dir,
         seed,
-        tokenizer=config.tokenizer,
+        tokenizer=tokenizer,
         max_length=config.max_length,
         image_size=config.image_size,
     )
+
+
+def with_vocabulary(
+    config: Config, dataset: datasets.Dataset, trained: Partition
+) -> datasets.Dataset:
+    """Returns a data set of tokens with the vocabulary of the pretrained network, else
+    that of the clients that train."""
+    folders = pretrained.folders(config.model)
+    if folders:
+        return tokens.using(dataset, pretrained.words(folders[0]))
+    return tokens.restricted(dataset, flat(trained.train, trained.train_sizes))
 
 
 def usual_model(dataset: datasets.Dataset) -> str:
@@ -302,7 +315,9 @@ def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
     own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
     names, _ = architectures(config.model, config.clients or 1)
     embedding = {factory.__name__ for factory in TEXT}
-    as_numbers = not all(user_code.named(x) or x in embedding for x in names)
+    as_numbers = not all(
+        user_code.named(x) or x in embedding or pretrained.folder(x) for x in names
+    )
     for sentence in datasets.unusual(dataset, as_numbers) if own else ():
         logging.warning("%s", sentence)
 
@@ -537,7 +552,8 @@ def network_names(config: Config, num_clients: int) -> np.ndarray:
 
 def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
     """Returns a network for the prepared inputs of a data set."""
-    text.choose("model", name, MODELS)
+    if pretrained.folder(name) is None:
+        text.choose("model", name, MODELS)
     example = datasets.prepared(dataset)
     options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
     given = (name, example.shape[1:], dataset.num_classes, *options)
@@ -568,14 +584,24 @@ def _made(
     base: str | None = None,
     **more: Any,
 ) -> Model:
-    """Makes a network, adapted if `adapt` is given."""
+    """Makes a network, adapted if `adapt` is given.
+
+    The base of an adapted network is `base`, a run, else the weights of its folder."""
     options = more | {"bn_stats": bn_stats, "conv": conv, "features": features}
     options |= {"compute_dtype": compute_dtype}
+    folder = pretrained.folder(name)
+    if adapt is None and folder is not None:
+        return pretrained.model(folder, shape, num_classes, **options)
     if adapt is None:
         return nnx_model.model(name, shape, num_classes, **options)
+    factory: Factory | str = name
     variables = None if base is None else base_variables(base)
+    if folder is not None:
+        found = pretrained.load(folder)
+        factory = found.factory
+        variables = variables or found.variables
     how = parse_adaptation(adapt)
-    return adapted(name, how, shape, num_classes, base=variables, **options)
+    return adapted(factory, how, shape, num_classes, base=variables, **options)
 
 
 _known = functools.cache(_made)  # one trace for all runs of a sweep
@@ -656,13 +682,16 @@ def digests(e: Experiment) -> dict[str, str]:
     # features differ in their last bits between devices
     data = e.unmarked if c.feature_cache else e.dataset
     base = jax.tree.leaves(base_variables(c.base)) if c.base else []
+    weights = " ".join(map(pretrained.digest, pretrained.folders(c.model)))
     return {
         "data": _digest(data.x, data.y),
         "public": _digest(*public),
         "networks": _digest("\n".join(e.networks).encode()),
         "partition": digest(e.everybody),
         "code": user_code.digest(code) or "",
-    } | ({"base": _digest(*base)} if base else {})
+        **({"base": _digest(*base)} if base else {}),
+        **({"weights": weights} if weights else {}),
+    }
 
 
 def _digest(*arrays: Any) -> str:

@@ -25,6 +25,7 @@ from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
+from fedjax_pfl.models import pretrained
 from fedjax_pfl.models.adapted import parse as parse_adaptation
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.privacy import differential_privacy
@@ -209,7 +210,8 @@ class Config:
     model: str = _field(
         "auto",
         "network; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
-        "or file:PATH with a name per client; FILE.py:FUNCTION for your own",
+        "or file:PATH with a name per client; FILE.py:FUNCTION for your own; "
+        "pretrained:FOLDER for weights of Hugging Face",
     )
     features: int | None = _field(
         None, "feature dimension K of every network, by adaptive average pooling"
@@ -239,7 +241,9 @@ class Config:
         "with :attention, :dense or :all), head, bias, norms or prompt:TOKENS",
     )
     base: str | None = _field(
-        None, "run directory whose shared model is the frozen network of --adapt"
+        None,
+        "frozen network of --adapt: the shared model of a run directory, or a folder of "
+        "Hugging Face",
     )
     feature_cache: Literal["float32", "bfloat16"] | None = _field(
         None, "compute the features of --adapt=head once, and store them in this dtype"
@@ -372,6 +376,9 @@ def complete(config: Config) -> Config:
         parse_adaptation(config.adapt)
     if config.adapt is None and config.base is not None:
         raise InputError("--base needs --adapt.")
+    if config.base is not None and pretrained.is_folder(config.base):
+        model = pretrained.PREFIX + config.base
+        config = config.replace(model=model, base=None)
     if config.feature_cache is not None and config.adapt != "head":
         raise InputError("--feature_cache needs --adapt=head.")
     config = _with_noise(config)

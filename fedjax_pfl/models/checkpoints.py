@@ -38,7 +38,7 @@ def read_config(folder: Path) -> Config:
     Raises:
       InputError: config.json cannot be read.
     """
-    config = Config(_json(folder / "config.json"))
+    config = Config(read_json(folder / "config.json"))
     config.path = str(folder / "config.json")
     if "vision_config" in config:
         kind = config["model_type"]
@@ -46,7 +46,7 @@ def read_config(folder: Path) -> Config:
         config.clear()
         config.update(inner, model_type=kind)
     if (folder / "preprocessor_config.json").exists():
-        given = _json(folder / "preprocessor_config.json")
+        given = read_json(folder / "preprocessor_config.json")
         size = given.get("crop_size") or given.get("size")
         if isinstance(size, dict):
             size = size.get("height") or size.get("shortest_edge")
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     if not index.exists():
         raise InputError(f"{folder} must hold config.json and {WEIGHTS}.")
-    named = sorted(set(_json(index).get("weight_map", {}).values()))
+    named = sorted(set(read_json(index).get("weight_map", {}).values()))
     missing = [name for name in named if not (folder / name).exists()]
     if missing or not named:
         raise InputError(f"{index} names files that are missing: {missing or 'none'}.")
@@ -128,7 +128,7 @@ def words(folder: str) -> tuple[str, ...]:
       InputError: it cannot be read.
     """
     path = Path(folder).expanduser() / "tokenizer.json"
-    given = _json(path)
+    given = read_json(path)
     known = given.get("model", {}).get("vocab", {})
     if isinstance(known, list):  # pairs of a text and its score
         known = {pair[0]: i for i, pair in enumerate(known)}
@@ -140,7 +140,8 @@ def words(folder: str) -> tuple[str, ...]:
     return tuple(by_number.get(i, f"<unused {i}>") for i in range(last + 1))
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; raises InputError where that fails."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -11,13 +11,13 @@ from flax import nnx, traverse_util
 
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import nnx_model
-from fedjax_pfl.models.checkpoints import Files, digest, read_config, words
+from fedjax_pfl.models.checkpoints import Files, digest, read_config, read_json, words
 from fedjax_pfl.models.families import TYPES, Family
 from fedjax_pfl.models.nets import Shape
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, Model, PyTree
 
-__all__ = ["PREFIX", "Pretrained", "digest", "load", "model", "words"]
+__all__ = ["Pretrained", "digest", "load", "model", "words"]
 
 PREFIX = "pretrained:"  # of --model=pretrained:FOLDER
 _LEAVES = {
@@ -43,6 +43,31 @@ class Pretrained(NamedTuple):
     family: Family
 
 
+def folder(name: str) -> str | None:
+    """Returns the folder of the network pretrained:FOLDER, None of other names."""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None
+
+
+def folders(spec: str) -> list[str]:
+    """Returns the folders of --model, such as pretrained:FOLDER or
+    blocks:cnn,pretrained:FOLDER."""
+    found = map(folder, spec.removeprefix("blocks:").split(","))
+    return list(filter(None, found))
+
+
+def is_folder(path: str) -> bool:
+    """Returns True for a folder with a config.json of a model type."""
+    file = Path(path).expanduser() / "config.json"
+    return file.exists() and "model_type" in read_json(file)
+
+
+def tokenizer(folder: str) -> str | None:
+    """Returns the path of a folder's tokenizer.json, None where there is none."""
+    path = Path(folder).expanduser() / "tokenizer.json"
+    return str(path) if path.exists() else None
+
+
+@functools.cache  # one copy for all networks
 def load(folder: str, image_size: int | None = None) -> Pretrained:
     """Loads a network; nothing is downloaded.
 
