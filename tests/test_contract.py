@@ -91,20 +91,14 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     # their servers do not take the mean of the models
     **dict.fromkeys(
         (
-            "feddyn",
-            "fedadmm",
-            "fedgh",
-            "ccvr",
-            "fedcross",
-            "pfedfda",
-            "fedap",
-            "pfedla",
+            *("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda", "fedap"),
+            *("pfedla", "pefll"),
         ),
         "its rounds by hand are in tests/algorithms",
     ),
 }
 # their server moves though no upload differs from the default
-MOVES = ("feddyn", "fedgen", "ccvr")
+MOVES = ("feddyn", "fedgen", "ccvr", "pefll")
 # Rules that trace or compile another round are slow, but for one method of each way to
 # train and average. All other rules share the compiled round of `subject`.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
@@ -462,6 +456,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        # the embedding network, the model, and an embedding of 3
+        "pefll": ((body + 12 * 3 + 3 + body + head + 3) * ones,) * 2,
         "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
