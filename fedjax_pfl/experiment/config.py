@@ -218,8 +218,8 @@ class Config:
     )
     base: str | None = _field(
         None,
-        "frozen network of --adapt: the shared model of a run directory, or a folder of "
-        "Hugging Face",
+        "frozen network of --adapt: a run directory, whose shared model it is, or a "
+        "folder of Hugging Face",
     )
     feature_cache: Literal["float32", "bfloat16"] | None = _field(
         None, "compute the features of --adapt=head once, and store them in this dtype"
