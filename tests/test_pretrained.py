@@ -295,6 +295,9 @@ def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
         assert run(*argv, command=export.main) == 2
         return
     assert run(*argv, command=export.main) == 0
+    lines, x = export.write(tmp_path / "run", 1), found.experiment.dataset.x[:2]
+    exec(lines, {"x": jnp.asarray(x)}, made := {})
+    np.testing.assert_allclose(made["logits"], found.predictor(1)(x), atol=1e-6)
     written = json.loads(
         (tmp_path / "run/client-1-peft/adapter_config.json").read_text()
     )

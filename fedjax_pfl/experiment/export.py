@@ -38,7 +38,11 @@ content = Path('{file}').read_bytes()
 variables = serialization.msgpack_restore(content)"""
 NETWORK = """
 import fedjax_pfl
-network = fedjax_pfl.model({arguments})
+network = fedjax_pfl.model({arguments})"""
+OF_RUN = """
+from fedjax_pfl.experiment import results
+network = results.load('{path}').experiment.task.models[{index}]"""
+CALL = """
 logits, _ = network.apply(variables, x)  # prepared inputs [B, ...]"""
 
 
@@ -89,10 +93,13 @@ def write(path: str | Path, client: int, output: str | None = None) -> str:
     lines = LINES.format(client=client, rounds=t, count=count, file=file)
     if "server" in tree:
         return lines
-    c, x = e.config, e.task.prepared
-    given = f"'{e.networks[client]}', {x.shape[1:]}, {e.task.num_classes}"
+    c, x, name = e.config, e.task.prepared, str(e.networks[client])
+    if c.adapt or pretrained.folder(name) or e.dataset.vocabulary:
+        index = int(e.task.architecture[client])
+        return lines + OF_RUN.format(path=run.path, index=index) + CALL
+    given = f"'{name}', {x.shape[1:]}, {e.task.num_classes}"
     given += f", '{c.bn_stats}', features={c.features}, input_dtype='{x.dtype}'"
-    return lines + NETWORK.format(arguments=given)
+    return lines + NETWORK.format(arguments=given) + CALL
 
 
 PEFT = """# client {client} after {rounds} rounds
