@@ -159,7 +159,7 @@ def curve(
     Raises:
       InputError: numbers of rounds or names of hyperparameters are invalid.
     """
-    validate.rounds(rounds, eval_every, 0, None, 1)
+    validate.rounds(rounds, eval_every, 0, None, 1, program.most_rounds)
     for name in traced:
         choose("traced hyperparameter", name, program.traced)
     if program.task is not None:  # else of several runs, which have a key each

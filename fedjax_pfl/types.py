@@ -274,6 +274,11 @@ class History(NamedTuple):
     # (ids [d]) -> [d], mean loss on a client's training examples of the model that it
     # would use before the round; computed where it is called
     loss: Callable[[Array], Array]
+    # of every client's rounds so far: their number [N] int32, the last one [N] int32
+    # (-1 before the first) and its mean training loss [N] (0 before the first)
+    participations: Array
+    last_round: Array
+    last_loss: Array
 
 
 class State(NamedTuple):

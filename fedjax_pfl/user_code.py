@@ -24,6 +24,7 @@ CALLS = {  # arguments of a function of each kind
     "loss": "(logits, y, mask)",
     "mix": "(key, x, labels, mask)",
     "sampling": "(key, round, history)",
+    "speeds": "(id)",
 }
 # prefixes of other names
 _BUILT_IN = tuple(

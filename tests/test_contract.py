@@ -48,6 +48,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedgh",
         "fedtgp",
         "pfedsim",
+        "fedap",
+        "pfedla",
         "fedmtl",
         "apple",
         "fedcross",
@@ -88,7 +90,16 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross"),
+        (
+            "feddyn",
+            "fedadmm",
+            "fedgh",
+            "ccvr",
+            "fedcross",
+            "pfedfda",
+            "fedap",
+            "pfedla",
+        ),
         "its rounds by hand are in tests/algorithms",
     ),
 }
@@ -432,6 +443,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
         "feddbe": (body + head + 8) * ones,
+        "pfedfda": (body + 8 * C + 8 * 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
@@ -453,6 +465,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 184) * ones, (body + head) * ones),

@@ -93,6 +93,7 @@ SMALL["feddbe"] = {"kappa": 2.0}  # the default is for wide features
 SMALL["fedtgp"] = {"lam": 0.1, "server_epochs": 5}
 SMALL["fedgen"] = {"noise": 8, "hidden": 8, "server_steps": 5}
 SMALL["fedl2g"] = {"warmup": 0}
+SMALL["floco"] = {"endpoints": 3}
 SMALL["ccvr"] = {"samples": 5}
 METHODS = ALGORITHMS | {
     name: functools.partial(ALGORITHMS[name], **options)
@@ -156,7 +157,7 @@ def _task(net: str, **options: Any) -> Task:
 
 
 def net_of(method: str) -> str:
-    nets = {"fedbn": "norm", "mocha": "linear", "hetlora": "lora"}
+    nets = {"fedbn": "norm", "fedap": "norm", "mocha": "linear", "hetlora": "lora"}
     return nets.get(method, "mlp")
 
 

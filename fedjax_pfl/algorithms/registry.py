@@ -38,7 +38,7 @@ EXCLUDES: dict[str, dict[str, str]] = {
     | dict.fromkeys(("gpfl", "fedsr", "fedpcl"), _LABELS)
     | dict.fromkeys(_PUBLIC, _ROWS),
     "positions": dict.fromkeys(
-        ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS
+        ("mocha", "feddva", "fedem", "knn_per", "pfedfda", *_PUBLIC), _ROWS
     ),
     "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
     "work": {"mocha": "its local work is `frac` of the examples"},

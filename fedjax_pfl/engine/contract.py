@@ -24,7 +24,7 @@ from fedjax_pfl.types import (
 
 # names of metrics that the tables of results use
 RESERVED = (
-    *("round", "participants", "loss", "traffic", "work"),
+    *("round", "participants", "loss", "traffic", "work", "clock", "staleness"),
     *("pre", "post", "post_latest", "val", "unseen", "unseen_post"),
 )
 # suffixes of a score's statistics over clients

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl import evaluation, hyperparameters, optimizers
 from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.averaging import BODY_AND_HEAD
-from fedjax_pfl.engine import contract, frozen
+from fedjax_pfl.engine import contract, frozen, sampling
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, PyTree, Task
 
@@ -60,6 +60,7 @@ def bound(
     hparams = hyperparameters.defaults(factory) | hparams
     _check(factory, task, hparams)
     task = task._replace(optimizer=optimizers.in_param_types(task.optimizer))
+    recorded = sampling.reads_record(task)
     traced = {
         name: float(value)
         for name, value in hparams.items()
@@ -82,6 +83,7 @@ def bound(
         here = task if held is None else frozen.bind(task, held)
         with contract.named(factory):
             made = factory(here._replace(lr=lr), **static, **free)
+            made = sampling.remembered(made, task.num_clients) if recorded else made
         return made._replace(headline=headline(task, made))
 
     return algorithm, values

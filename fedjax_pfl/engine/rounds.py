@@ -245,7 +245,8 @@ def _steps(
 ) -> Iterator[tuple[int, State | None, Round | None, dict[str, np.ndarray] | None]]:
     """Yields the fields of each Result, with padding and without a check that they are
     finite."""
-    validate.rounds(rounds, eval_every, start, state, state_every)
+    most = program.most_rounds
+    validate.rounds(rounds, eval_every, start, state, state_every, most)
     key, traced, federation = arguments(program, key, federation, run)
     if state is None:
         state = run.init(key, traced, federation.placement)

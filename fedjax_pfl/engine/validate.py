@@ -156,10 +156,15 @@ def layout(lr_decay: Any, width: Any, devices: Any) -> None:
 
 
 def rounds(
-    rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any
+    rounds: Any,
+    eval_every: Any,
+    start: Any,
+    state: Any,
+    state_every: Any,
+    most: int | None = None,
 ) -> None:
     """Raises InputError for numbers of rounds out of range."""
-    check("rounds", rounds, 0, LARGEST, whole=True)
+    check("rounds", rounds, 0, LARGEST if most is None else most, whole=True)
     check("eval_every", eval_every, 0, math.inf, whole=True)
     check("state_every", state_every, 1, math.inf, whole=True)
     check("start", start, 0, rounds, whole=True)

@@ -1,10 +1,11 @@
 """Experiments from settings: data, partition, networks, task and program."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from absl import logging
 from chex import Numeric
 
 from fedjax_pfl import (
+    clock,
     compression,
     local_training,
     server_optimizer,
@@ -37,14 +39,18 @@ from fedjax_pfl.data import (
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
 from fedjax_pfl.engine import (
+    asynchronous,
     batch,
     distributed,
+    exposure,
     host_state,
     placement,
+    program as engine,
     unseen,
     validate,
 )
 from fedjax_pfl.engine.method import headline
+from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, task_options, text
@@ -81,6 +87,7 @@ class Experiment:
       planned: local steps and examples of each client in a round, [N] each.
       examples: counts of the data set: used, available, and of its whole.
       marks: type of mark on each client's images, without --marks empty.
+      schedule: arrivals of an asynchronous run.
       member: index in a batch of experiments that is one program; None: it is alone.
       batch: number of experiments in the batch.
     """
@@ -100,6 +107,7 @@ class Experiment:
     examples: dict[str, int]
     marks: tuple[str, ...] = ()
     unseen: Unseen | None = None
+    schedule: Schedule | None = None
     member: int | None = None
     batch: int = 1
 
@@ -108,14 +116,21 @@ class Experiment:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
 
-    def precision(self) -> Any:
-        """Returns the context in which programs are traced, of matmul_precision."""
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Sets `matmul_precision` and `loop` for the programs traced in the context."""
         wanted = self.config.matmul_precision
-        return jax.default_matmul_precision(None if wanted == "default" else wanted)
+        precision = None if wanted == "default" else wanted
+        with (
+            jax.default_matmul_precision(precision),
+            local_training.loop(self.config.loop),
+        ):
+            yield
 
     def on_one_device(self) -> simulate.Program:
         """Returns the program on one device, for the same states by client id."""
-        return make_program(self.config.replace(client_memory="device"), self.task)
+        config = self.config.replace(client_memory="device")
+        return make_program(config, self.task, self.schedule)
 
     def state_shapes(self) -> State:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
@@ -144,7 +159,7 @@ class Experiment:
         given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
 
         def run(x: Any) -> PyTree:
-            with self.precision():
+            with self.tracing():
                 return predict(*given, jnp.asarray(x))
 
         return run
@@ -191,8 +206,13 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
+    schedule = None
+    if (rule := task_options.rule(config)) is not None:
+        schedule = timetable(config, task, rule, trained)
+        task = asynchronous.task_of(task, rule)
     config = lay_out(config, task)
-    program = with_validation(make_program(config, task, laid_out=True), partition)
+    program = make_program(config, task, schedule, laid_out=True)
+    program = with_validation(program, partition)
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
     away = None
@@ -220,6 +240,35 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
         marks=kinds,
         unseen=away,
+        schedule=schedule,
+    )
+
+
+def timetable(
+    config: Config, task: Task, rule: asynchronous.Rule, trained: np.ndarray
+) -> Schedule:
+    """Returns the schedule of an asynchronous run.
+
+    Args:
+      task: with the participation of the settings.
+      trained: ids of the clients that train among all.
+    """
+    given = config.speeds, config.bandwidths
+    everybody = clock.clients(*given, int(config.clients or 0), config.seed)
+    speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
+    if config.bandwidths is not None:
+        factory, hparams = method(config)
+        found = exposure.exposed(engine.parts, factory, task, hparams)
+        sent = 4 * found.numbers
+    if given != (None, None):
+        _, examples = local_training.planned(task, task.sizes)
+        times = clock.seconds(speeds, examples, sent)
+    return arrivals(
+        task,
+        jax.random.key(config.seed),
+        rounds=max(config.rounds, 1),
+        buffer=rule.buffer,
+        seconds=times,
     )
 
 
@@ -369,13 +418,20 @@ _private = functools.cache(
 
 
 def make_program(
-    config: Config, task: Task, *, laid_out: bool = False
+    config: Config,
+    task: Task,
+    schedule: Schedule | None = None,
+    *,
+    laid_out: bool = False,
 ) -> simulate.Program:
     """Returns the program of a task, on one device unless it is `laid_out`."""
     factory, hparams = method(config)
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
     if laid_out:
         options |= {"width": int(config.width), "devices": int(config.devices)}
+    rule = task_options.rule(config)
+    if rule is not None and schedule is not None:
+        return asynchronous.program(factory, task, rule, schedule, hparams, **options)
     make = host_state.program if config.client_memory == "host" else simulate.program
     return make(factory, task, hparams, **options)
 
@@ -594,18 +650,27 @@ def optimizer(
 
 
 def check_growth(e: Experiment, before: int) -> None:
-    """Raises InputError if a method has a schedule over the rounds, which grew."""
+    """Raises InputError if a method has a schedule over the rounds, which grew, or an
+    asynchronous run needs more versions of the server than before."""
     if e.config.rounds == before:
         return
     texts = set()
+    plain = dataclasses.replace(e, schedule=None)
     for rounds in (before, e.config.rounds):
         task = e.task._replace(rounds=rounds)
-        program = dataclasses.replace(e, task=task).on_one_device()
+        program = dataclasses.replace(plain, task=task).on_one_device()
         federation = simulate.with_frozen(e.federation, task)
         federation = federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1 or e.config.schedule != "constant":
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
+    if e.schedule is not None:
+        kept = 1 + e.schedule.slot[: max(before, 1)].max()
+        if kept != e.schedule.slots:
+            raise InputError(
+                f"--asynchronous kept {kept} versions of the server until --rounds="
+                f"{before}, and {e.schedule.slots} are needed for {e.config.rounds}."
+            )
 
 
 def digests(e: Experiment) -> dict[str, str]:

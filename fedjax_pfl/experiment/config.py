@@ -23,7 +23,7 @@ from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
-from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
+from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
 from fedjax_pfl.models import pretrained
 from fedjax_pfl.models.adapted import parse as parse_adaptation
@@ -142,6 +142,24 @@ class Config:
         "draw of a round's clients: uniform, size, power_of_choice:CANDIDATES, or "
         "FILE.py:FUNCTION of (key, round, history) that returns weights",
     )
+    asynchronous: str | None = _field(
+        None,
+        "the server updates whenever clients arrive, a round being an update: "
+        "fedasync:ALPHA, or fedbuff:BUFFER:RATE for so many clients per update",
+    )
+    staleness: str = _field(
+        "polynomial:0.5",
+        "weight of --asynchronous by staleness: constant, polynomial:A or hinge:A:B",
+    )
+    speeds: str | None = _field(
+        None,
+        "examples per second of local training, for simulated time: a number, "
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, file:PATH with one per client, or "
+        "FILE.py:FUNCTION of the id",
+    )
+    bandwidths: str | None = _field(
+        None, "Mbit/s of each client both ways, for simulated time, like --speeds"
+    )
     metrics: str = _field(
         "acc",
         "scores: acc, and further ones of auc, ap, balanced_accuracy, "
@@ -185,6 +203,9 @@ class Config:
     dp_sampling: Literal["fixed", "poisson"] = _field(
         "fixed", "sampling of clients that the accountant of --dp assumes"
     )
+    tuned: bool = _field(
+        False, "the learning rate that validation chose for the method in the preset"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
@@ -208,6 +229,9 @@ class Config:
     matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
         _field("default", "precision of matrix products and convolutions")
     )
+    loop: Literal["dynamic", "static"] = _field(
+        "dynamic", "trip counts of local epochs", free=True
+    )
     init_from: str | None = _field(
         None, "run directory whose last checkpoint has the variables to start from"
     )
@@ -218,8 +242,8 @@ class Config:
     )
     base: str | None = _field(
         None,
-        "frozen network of --adapt: a run directory, whose shared model it is, or a "
-        "folder of Hugging Face",
+        "frozen network of --adapt: the shared model of a run directory, or a folder "
+        "of Hugging Face",
     )
     feature_cache: Literal["float32", "bfloat16"] | None = _field(
         None, "compute the features of --adapt=head once, and store them in this dtype"
@@ -290,6 +314,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
     known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    if values.get("tuned") and given.get("lr") is None:
+        if (lr := tuned(name, algo)) is None:
+            raise InputError(f"--tuned: {algo} has no tuned rate in preset {name}.")
+        values["lr"] = lr
     own = typed(find(algo), given.get("hparams", {}))
     values["hparams"] = known.get(algo, {}) | own
     return complete(Config(**values))
@@ -340,6 +368,8 @@ def complete(config: Config) -> Config:
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    if config.asynchronous is not None:
+        _check_asynchronous(config)
     attack(config)
     compression(config)
     if config.adapt is not None:
@@ -356,6 +386,21 @@ def complete(config: Config) -> Config:
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
     return config
+
+
+def _check_asynchronous(config: Config) -> None:
+    """Raises InputError for settings that need rounds of a whole cohort."""
+    low, high = participation(config.participation)
+    known = {
+        "a range of --participation": low != high,
+        "--sampling": config.sampling != "uniform",
+        "--aggregate": config.aggregate != "mean",
+        "--server_optimizer": config.server_optimizer is not None,
+        "--dp": config.dp is not None,
+        "--client_memory=host": config.client_memory == "host",
+    }
+    if excluded := [name for name, given in known.items() if given]:
+        raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
 
 
 def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

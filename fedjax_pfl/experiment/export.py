@@ -10,7 +10,7 @@ Hugging Face and the client's head, as the library peft loads them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, method
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import parse
-from fedjax_pfl.types import Algorithm, Client, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, State, Task
 
 FLAGS = {
     "client": cli.Flag(int, "index of the client, from 0"),
@@ -53,30 +53,49 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Any:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
     """
     check("client", client, 0, e.task.num_clients - 1, whole=True)
+
+    def kept(predictor: Any, server: PyTree, row: PyTree, c: Client) -> Predictor:
+        if getattr(predictor, "func", None) is averaging.logits:
+            _, found = predictor.args
+        else:
+            own = architectures.select(server, c.architecture)
+            found = {"server": own, "client": row}
+        return lambda x, mask: found
+
+    x = e.dataset.x[e.partition.test[client][:1]]
+    return serialization.to_state_dict(of_client(e, state, t, client, x, kept))
+
+
+def of_client(
+    e: Experiment,
+    state: State,
+    t: int,
+    client: int,
+    x: Any,
+    change: Callable[[Any, PyTree, PyTree, Client], Predictor],
+) -> PyTree:
+    """Returns what a changed predictor of one client returns for x [B, *input], raw.
+
+    Args:
+      state: after `t` rounds, as `RunDirectory.restore` returns it.
+      change: (predictor, server, the client's row, c) -> the predictor to call.
+    """
     inner, hparams = method(e.config)
 
     def factory(task: Task, **hparams: Any) -> Algorithm:
         made = inner(task, **hparams)
 
-        def predict(server: PyTree, row: PyTree, c: Client) -> Any:
-            predictor = made.predict(server, row, c)
-            if getattr(predictor, "func", None) is averaging.logits:
-                _, found = predictor.args  # type: ignore[attr-defined]
-            else:
-                own = architectures.select(server, c.architecture)
-                found = {"server": own, "client": row}
-            return lambda x, mask: found
+        def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
+            return change(made.predict(server, row, c), server, row, c)
 
         return made._replace(predict=predict)
 
     factory = functools.wraps(inner)(factory)
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, hparams, **options)
-    x = e.dataset.x[e.partition.test[client][:1]]
     given = (e.key, program.traced, e.federation, program.place(state), t, client, x)
-    with e.precision():
-        found = jax.jit(program.predict, static_argnums=5)(*given)
-    return serialization.to_state_dict(jax.device_get(found))
+    with e.tracing():
+        return jax.device_get(jax.jit(program.predict, static_argnums=5)(*given))
 
 
 def write(path: str | Path, client: int, output: str | None = None) -> str:
