@@ -12,7 +12,7 @@ import pytest
 import toy
 from jax.interpreters import partial_eval
 
-from fedjax_pfl import hyperparameters
+from fedjax_pfl import hyperparameters, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 
 KEY = jax.random.key(0)

@@ -5,8 +5,8 @@ client predicts with before local training: body, head and running statistics. W
 method combines several networks they hold what the server and the client store. PATH is
 RUN/client-3, or --output. The lines that load them are printed.
 
-With --peft the folder RUN/client-3-peft, or --output, has a LoRA adapter of a network of
-Hugging Face and the client's head, as the library peft loads them.
+With --peft the folder RUN/client-3-peft, or --output, has a LoRA adapter of a network
+of Hugging Face and the client's head, as the library peft loads them.
 """
 
 import functools
