@@ -10,7 +10,7 @@ import pytest
 from experiment.runs import run
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import results
+from fedjax_pfl.experiment import export, results
 from fedjax_pfl.models import adapted, peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
@@ -289,8 +289,20 @@ def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
     assert found.config["model"] == f"pretrained:{folder}"
     scores = found.metrics["pre/perplexity"]
     np.testing.assert_allclose(scores.iloc[0], len(VOCABULARY), rtol=1e-5)
-    if "lora" not in flag:  # the last norm, which is frozen, hides the adapters
+    argv = [f"{tmp_path}/run", "--client=1", "--peft"]
+    if "lora" not in flag:
         assert scores.iloc[-1] < 4.9
+        assert run(*argv, command=export.main) == 2
+        return
+    assert run(*argv, command=export.main) == 0
+    lines, x = export.write(tmp_path / "run", 1), found.experiment.dataset.x[:2]
+    exec(lines, {"x": jnp.asarray(x)}, made := {})
+    np.testing.assert_allclose(made["logits"], found.predictor(1)(x), atol=1e-6)
+    written = json.loads(
+        (tmp_path / "run/client-1-peft/adapter_config.json").read_text()
+    )
+    assert written["base_model_name_or_path"] == folder and written["r"] == 2
+    assert "transformer.h.1.attn.c_attn" in written["target_modules"]
 
 
 def test_inputs_must_fit_the_network(tmp_path):

@@ -39,7 +39,8 @@ each_method = pytest.mark.parametrize(
 
 def trace(method, **options):
     """Traces a round of a method; nothing is computed."""
-    task, f = toy.method_task(method)._replace(**options), toy.federation()
+    task = toy.method_task(method)._replace(**options)
+    f = simulate.with_frozen(toy.federation(), task)
     program = toy.program(toy.METHODS[method], task)
     state = jax.eval_shape(program.init, KEY, program.traced)
     given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))

@@ -284,7 +284,9 @@ def train(
         steps,
         program,
         key,
-        federation() if federation_ is None else federation_,
+        simulate.with_frozen(
+            federation() if federation_ is None else federation_, given
+        ),
         begin,
         rounds,
     )

@@ -198,7 +198,10 @@ def adapted(
     start = _started(whole, base, names)
     own = {path: x for path, x in start.items() if path in names}
     rest = {path: x for path, x in start.items() if path not in names}
-    draw = trees.traced_once(lambda key: _some(whole.init(key), names))
+
+    @trees.traced_once
+    def draw(key: Array) -> PyTree:
+        return _some(whole.init(key), names)
 
     def init(key: Array) -> PyTree:
         return _nested(_flat(draw(key)) | own)
