@@ -442,6 +442,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
         "pfedc": body + classes * (8 + 1),
+        "fedssa": classes * (8 + 1),
         # all branches and the client's part in them, here unencrypted
         "privacy_pfedc": (body + head + C) * ones,
     }

@@ -22,6 +22,7 @@ from fedjax_pfl.algorithms import fedmtl, fedmrl, fedgen, fedpcl, apple, ccvr, f
 from fedjax_pfl.algorithms import fedsr, pfl_da, fedcross, cfl, fednova
 from fedjax_pfl.algorithms import pfedfda, floco, fedap, pfedla, pefll
 from fedjax_pfl.algorithms import hetlora, pfedlora
+from fedjax_pfl.algorithms import pfedfda, floco, fedap, pfedla, pefll, fedssa
 from fedjax_pfl.algorithms.registry import ALGORITHMS, SEVERAL_ARCHITECTURES, register
 
 __all__ = ["ALGORITHMS", "SEVERAL_ARCHITECTURES", "register"]
