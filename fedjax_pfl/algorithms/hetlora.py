@@ -47,7 +47,7 @@ def hetlora(
         model, both included, and is rank_min where the model has less.
       gamma: share of the rank that self-pruning keeps, in (0, 1]; 1: ranks remain.
       lam: weight of the regulariser in [0, inf).
-      by_norm: False: the weights of A and B are the examples, too.
+      by_norm: true or false; if false, A and B are weighted by examples, too.
 
     Note:
       The model must be adapted by `lora`. All clients hold r columns, those from r_k on
