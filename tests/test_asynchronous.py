@@ -76,7 +76,7 @@ def test_methods_are_taken_or_refused(method):
     if method in TAKEN:
         program(method, task, given)
     else:
-        with pytest.raises(InputError, match="one call of cohort.mean"):
+        with pytest.raises(InputError, match=r"one call of cohort\.mean"):
             program(method, task, given)
 
 
