@@ -16,12 +16,12 @@ from fedjax_pfl.errors import InputError
 KEY = jax.random.key(5)
 TASK = toy.task("linear")
 ONE = TASK._replace(participation=(0.2, 0.2))  # one client at a time
-# methods whose server one call of cohort.mean
+# methods whose server keeps the mean of one upload
 TAKEN = {
     *("fedavg", "fedavg_ft", "fedprox", "per_fedavg", "pfedme", "fedper", "fedrep"),
     *("lg_fedavg", "fedbabu", "fedbn", "fedrod", "ditto", "apfl", "fedphp", "fedala"),
     *("fml", "fedkd", "fedem", "fedcp", "feddva", "pfedafm", "moon", "fedlc", "fedntd"),
-    *("knn_per", "gpfl", "fedmrl", "fedsr", "pfl_da"),
+    *("knn_per", "gpfl", "fedmrl", "fedsr", "pfl_da", "pfedlora"),
 }
 
 
@@ -76,7 +76,7 @@ def test_methods_are_taken_or_refused(method):
     if method in TAKEN:
         program(method, task, given)
     else:
-        with pytest.raises(InputError, match="keeps the mean of one upload"):
+        with pytest.raises(InputError, match=r"one call of cohort\.mean"):
             program(method, task, given)
 
 

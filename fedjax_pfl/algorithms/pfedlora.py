@@ -44,10 +44,9 @@ def pfedlora(
     + (1 - mu) CE(g(h), y), then the adapter CE(g(h) + h A B, y).
 
     Args:
-      rank: r of the adapter, in [1, inf).
+      rank: r of the adapter.
       mu: weight of the adapted logits in the own model's loss, in [0, 1].
-      adapter_epochs: epochs of the adapter, in [0, inf); None: the task's local work;
-        0: it remains.
+      adapter_epochs: epochs of the adapter; None: the task's local work; 0: not trained.
 
     Note:
       The paper puts the adapter at fully connected layers; here it is at the head,
