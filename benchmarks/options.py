@@ -28,7 +28,6 @@ from fedjax_pfl.types import Algorithm, Federation, Task
 
 FLAGS = flags.FLAGS
 PLAIN = "plain"
-WIDTHS, DEVICES = (1, 4), (1, 2)
 COMPRESSIONS = {"top_k": 0.01, "qsgd": 4, "low_rank": 2}
 
 
@@ -85,8 +84,8 @@ def main(_: list[str]) -> None:
     task, federation = build(choose("model", FLAGS.model, SHAPES))
     plain = ALGORITHMS[choose("method", FLAGS.method, ALGORITHMS)]
     columns = {}
-    for devices in (x for x in DEVICES if x <= jax.device_count()):
-        for width in WIDTHS:
+    for devices in (x for x in FLAGS.devices if x <= jax.device_count()):
+        for width in FLAGS.widths:
             found = ratios(plain, task, federation, width, devices)
             columns[f"{width} x {devices}"] = found
             print(f"{width} x {devices}", found, file=sys.stderr, flush=True)
@@ -104,5 +103,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("method", "fedavg", "method under the options")
     flags.DEFINE_string("model", "mlp28", "network: linear, mlp, mlp28, lenet or cnn")
     flags.DEFINE_list("options", [], "parts of the names of options (default: all)")
+    flags.DEFINE_multi_integer("widths", [1, 4], "clients per vmapped batch")
+    flags.DEFINE_multi_integer("devices", [1, 2], "devices that a round runs on")
     flags.DEFINE_integer("repeats", 5, "turns that a median is taken of", lower_bound=1)
     report.run(main)
