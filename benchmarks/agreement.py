@@ -189,7 +189,7 @@ def network(run: results.Run) -> Any:
     for parameter, value in zip(
         layers.parameters(), weights(run, e.task.model), strict=True
     ):
-        parameter.data = torch.tensor(np.array(value))
+        parameter.data = torch.tensor(np.array(value, order="C"))
     return torch.nn.Sequential(OrderedDict(base=layers[:-1], head=layers[-1]))
 
 
@@ -381,7 +381,8 @@ def several(
         for name in todo:
             try:
                 found = compare(name, setting, checkout, folder, both)
-            except InputError as error:
+            # the libraries' own failures are some of the others
+            except (InputError, RuntimeError, ValueError, LookupError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             stored["methods"][name] = found

@@ -1,6 +1,7 @@
 """Seconds a round under each option on uploads, relative to the plain round:
 
     python -m benchmarks.options [--markdown] [--model=mlp28] [--repeats=5]
+    [--options=krum,client]
 
 One process: the rounds of all options take turns, and a ratio is to a plain round just
 before. Medians are printed. 20 clients with 100 images each, batch 10, one local epoch;
@@ -9,6 +10,7 @@ a round without evaluation. Columns are clients per vmapped batch x devices.
 
 import gc
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -60,6 +62,7 @@ def ratios(
     runners = {
         name: Runner(factory, changed, federation, width, devices)
         for name, factory, changed in options(plain, task)
+        if name == PLAIN or not FLAGS.options or _chosen(name)
     }
     for runner in runners.values():
         runner()
@@ -74,6 +77,10 @@ def ratios(
     return found | {PLAIN: statistics.median(turn[PLAIN][1] for turn in turns)}
 
 
+def _chosen(name: str) -> bool:
+    return any(part in name for part in FLAGS.options)
+
+
 def main(_: list[str]) -> None:
     task, federation = build(choose("model", FLAGS.model, SHAPES))
     plain = ALGORITHMS[choose("method", FLAGS.method, ALGORITHMS)]
@@ -82,6 +89,7 @@ def main(_: list[str]) -> None:
         for width in WIDTHS:
             found = ratios(plain, task, federation, width, devices)
             columns[f"{width} x {devices}"] = found
+            print(f"{width} x {devices}", found, file=sys.stderr, flush=True)
             gc.collect()
     print(report.machine())
     print(f"{FLAGS.method}, {FLAGS.model}; medians of {FLAGS.repeats} turns\n")
@@ -95,5 +103,6 @@ def main(_: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("method", "fedavg", "method under the options")
     flags.DEFINE_string("model", "mlp28", "network: linear, mlp, mlp28, lenet or cnn")
+    flags.DEFINE_list("options", [], "parts of the names of options (default: all)")
     flags.DEFINE_integer("repeats", 5, "turns that a median is taken of", lower_bound=1)
     report.run(main)

@@ -28,6 +28,7 @@ from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
 
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
+BOARD = FOLDER / "leaderboard.json"
 # display names of the methods with results
 METHODS = {
     "local": "Local",
@@ -106,7 +107,7 @@ def pages() -> dict[str, str]:
 
 def _leaderboard() -> str:
     """Returns the page of `leaderboard.json`: a table per setting."""
-    board = json.loads((FOLDER / "leaderboard.json").read_text())
+    board = json.loads(BOARD.read_text())
     parts = ["# Leaderboard", _NOTE, _BOARD, *board.pop("findings", [])]
     for setting, rows in board.items():
         shown = {name: x for name, x in rows.items() if "reason" not in x}

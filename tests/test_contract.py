@@ -91,20 +91,14 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     # their servers do not take the mean of the models
     **dict.fromkeys(
         (
-            "feddyn",
-            "fedadmm",
-            "fedgh",
-            "ccvr",
-            "fedcross",
-            "pfedfda",
-            "fedap",
-            "pfedla",
+            *("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda", "fedap"),
+            *("pfedla", "pefll"),
         ),
         "its rounds by hand are in tests/algorithms",
     ),
 }
 # their server moves though no upload differs from the default
-MOVES = ("feddyn", "fedgen", "ccvr")
+MOVES = ("feddyn", "fedgen", "ccvr", "pefll")
 # Rules that trace or compile another round are slow, but for one method of each way to
 # train and average. All other rules share the compiled round of `subject`.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
@@ -448,6 +442,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
         "pfedc": body + classes * (8 + 1),
+        "fedssa": classes * (8 + 1),
         # all branches and the client's part in them, here unencrypted
         "privacy_pfedc": (body + head + C) * ones,
     }
@@ -465,6 +460,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        # the embedding network, the model, and an embedding of 3
+        "pefll": ((body + 12 * 3 + 3 + body + head + 3) * ones,) * 2,
         "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),

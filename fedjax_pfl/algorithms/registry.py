@@ -53,6 +53,7 @@ ON_TARGETS = frozenset(
         *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
         *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
         *("apple", "cfl", "fedcross", "fedcac", "fedmtl", "pfedsim", "pfl_da"),
+        *("floco", "fedap", "pfedla"),
     )
 )
 

@@ -165,7 +165,9 @@ def _tidy(run: Run) -> pd.DataFrame:
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
     long.loc[lower, ends] = long.loc[lower, ends[::-1]].to_numpy()
     after, late = _spent(run), long["point"].isin(metrics.AFTER)
-    spent = after.shift(fill_value=0).loc[long["round"]].set_axis(long.index)
+    before = after.shift(fill_value=0)
+    before.loc[:, after.isna().all()] = np.nan
+    spent = before.loc[long["round"]].set_axis(long.index)
     spent[late] = after.loc[long.loc[late, "round"]].set_axis(long.index[late])
     settings = {"run": str(run.path), "status": run.status} | _settings(run.config)
     return pd.concat([long, spent], axis=1).assign(**settings)
@@ -218,7 +220,7 @@ def simulated(run: Run) -> pd.Series | None:
         if ids := row.get("ids"):
             each = sent[row["round"]] / len(ids)
             found[row["round"]] = clock.seconds(speeds, examples, each)[ids].max()
-    return pd.Series(found)
+    return pd.Series(found).where(rows["participants"] > 0, 0)
 
 
 def timed(run: Run, clock: dict[str, str]) -> Run:
