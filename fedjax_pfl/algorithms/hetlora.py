@@ -43,9 +43,9 @@ def hetlora(
     ||A_k B_k||_F over all layers, of the head the number of its examples.
 
     Args:
-      rank_min: least rank; r_k is drawn from rank_min to the rank r of the model, both
-        included, and is rank_min where the model has less.
-      gamma: share of the rank that self-pruning keeps, in (0, 1]; 1: ranks stay.
+      rank_min: least rank, in [1, inf); r_k is drawn from rank_min to the rank r of the
+        model, both included, and is rank_min where the model has less.
+      gamma: share of the rank that self-pruning keeps, in (0, 1]; 1: ranks remain.
       lam: weight of the regulariser in [0, inf).
       by_norm: False: the weights of A and B are the examples, too.
 

@@ -44,9 +44,10 @@ def pfedlora(
     + (1 - mu) CE(g(h), y), then the adapter CE(g(h) + h A B, y).
 
     Args:
-      rank: r of the adapter.
+      rank: r of the adapter, in [1, inf).
       mu: weight of the adapted logits in the own model's loss, in [0, 1].
-      adapter_epochs: epochs of the adapter; None: the task's local work; 0: it remains.
+      adapter_epochs: epochs of the adapter, in [0, inf); None: the task's local work;
+        0: it remains.
 
     Note:
       The paper puts the adapter at fully connected layers; here it is at the head,
