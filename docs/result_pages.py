@@ -28,6 +28,7 @@ from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
 
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
+BOARD = FOLDER / "leaderboard.json"
 # display names of the methods with results
 METHODS = {
     "local": "Local",
@@ -82,6 +83,16 @@ _INTRO = (
     "where "
     "that is given. See [evaluation](../evaluation.md)."
 )
+_BOARD = (
+    "Accuracies in %, means over clients after the last round, before and after local "
+    "training; ± is the sample standard deviation over seeds. Each method has the "
+    "learning rate that was best on validation examples (a fifth of the training "
+    "examples, seed 0), among 0.3, 0.1, 0.03, 0.01 and 0.003; its other "
+    "hyperparameters are its defaults. Rows are ordered by the better of both "
+    "accuracies. `--tuned` takes the learning rate of this table. The settings are "
+    "presets: `digits`, `leaderboard_mnist`, `leaderboard_cifar10` and "
+    "`leaderboard_fashion_mnist`."
+)
 
 
 def pages() -> dict[str, str]:
@@ -90,7 +101,37 @@ def pages() -> dict[str, str]:
     for name, preset in PRESETS.items():
         if (FOLDER / f"{name}.json").exists():
             found.setdefault(preset.paper, []).append(name)
-    return {f"{paper.lower()}.md": _page(paper, of) for paper, of in found.items()}
+    pages = {f"{paper.lower()}.md": _page(paper, of) for paper, of in found.items()}
+    return pages | {"leaderboard.md": _leaderboard()}
+
+
+def _leaderboard() -> str:
+    """Returns the page of `leaderboard.json`: a table per setting."""
+    board = json.loads(BOARD.read_text())
+    parts = ["# Leaderboard", _NOTE, _BOARD, *board.pop("findings", [])]
+    for setting, rows in board.items():
+        shown = {name: x for name, x in rows.items() if "reason" not in x}
+        order = sorted(shown, key=lambda name: -_higher(shown[name]))
+        cells = [{"method": f"`{name}`"} | _cells(shown[name]) for name in order]
+        text = pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True)
+        text = re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))
+        command = f"python -m benchmarks.leaderboard --setting={setting}"
+        parts += [f"## {setting}", text, f"```bash\n{command}\n```"]
+        absent = {name: x["reason"] for name, x in rows.items() if "reason" in x}
+        parts += ["\n".join(f"* `{name}`: {why}" for name, why in absent.items())]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _higher(row: dict[str, Any]) -> float:
+    """Returns the better accuracy of before and after local training."""
+    return max(row["before"][0], row["after"][0])
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{x[0]:.2f} ± {x[1]:.2f}" if isinstance(x, list) else f"{x:g}"
+        for name, x in row.items()
+    }
 
 
 def _page(paper: str, names: list[str]) -> str:

@@ -615,3 +615,22 @@ def class_means(
         data, lambda batch: class_sums(values(batch), batch, num_classes), batch_size
     )
     return total / jnp.maximum(count, 1)[None]
+
+
+def collect(
+    data: Data, values: Callable[[Batch], Array], width: int, batch_size: int
+) -> tuple[Array, Array]:
+    """Returns values(batch) [B, width] of all rows, [M, width] float32, and their
+    labels [M]; 0 and -1 in the padding."""
+    length = data.index.shape[0]
+
+    def write(found: tuple[Array, Array], batch: Batch) -> tuple[Array, Array]:
+        at = jnp.where(batch.mask, batch.row, length)
+        kept, labels = found
+        return (
+            kept.at[at].set(values(batch).astype(kept.dtype), mode="drop"),
+            labels.at[at].set(batch.y, mode="drop"),
+        )
+
+    kept = jnp.zeros((length, width), jnp.float32)
+    return fold(data, write, (kept, jnp.full(length, -1, jnp.int32)), batch_size)

@@ -48,6 +48,8 @@ SEND_NOTHING = (  # through Cohort.mean, on these networks
         "fedgh",
         "fedtgp",
         "pfedsim",
+        "fedap",
+        "pfedla",
         "fedmtl",
         "apple",
         "fedcross",
@@ -88,12 +90,15 @@ NOT_ITS_OWN = {  # methods whose `post` no state predicts with
     "pfedma": "its round is FedMA's, and FedMA is here",
     # their servers do not take the mean of the models
     **dict.fromkeys(
-        ("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross"),
+        (
+            *("feddyn", "fedadmm", "fedgh", "ccvr", "fedcross", "pfedfda", "fedap"),
+            *("pfedla", "pefll"),
+        ),
         "its rounds by hand are in tests/algorithms",
     ),
 }
 # their server moves though no upload differs from the default
-MOVES = ("feddyn", "fedgen", "ccvr")
+MOVES = ("feddyn", "fedgen", "ccvr", "pefll")
 # Rules that trace or compile another round are slow, but for one method of each way to
 # train and average. All other rules share the compiled round of `subject`.
 COMMON = ("fedavg", "scaffold", "mnfl_het", "fedcp", "pfedc")
@@ -346,11 +351,10 @@ def test_every_upload_is_transformed(method):
 def test_state_is_float32_in_programs_of_64_bits(method):
     """Also where jax_enable_x64 makes float64 the type of arrays that name none; and
     what is drawn is what is drawn without it."""
-    key, f = jax.random.key(0), toy.federation()
+    key, task = jax.random.key(0), toy.method_task(method)
+    f = simulate.with_frozen(toy.federation(), task)
     with jax.enable_x64(True):
-        program = simulate.program(
-            toy.METHODS[method], toy.method_task(method), checked=False
-        )
+        program = simulate.program(toy.METHODS[method], task, checked=False)
         init, state = jax.make_jaxpr(program.init, return_shape=True)(
             key, program.traced
         )
@@ -433,10 +437,12 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "fedsr": (body + head + 8 * 16 + 16) * ones,
         "gpfl": (body + 8 * C + 2 * (8 * 8 + 3 * 8)) * ones,
         "feddbe": (body + head + 8) * ones,
+        "pfedfda": (body + 8 * C + 8 * 8) * ones,
         "scaffold": 2 * (body + head) * ones,
         # two convolutions and a posterior of z; of c, after embeddings of the labels
         "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
         "pfedc": body + classes * (8 + 1),
+        "fedssa": classes * (8 + 1),
         # all branches and the client's part in them, here unencrypted
         "privacy_pfedc": (body + head + C) * ones,
     }
@@ -445,11 +451,18 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
     table |= dict.fromkeys(
         ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones
     )
+    table["pfedlora"] = (8 * 4 + 4 * C) * ones
+    ranks = np.array([2, 1, 1, 2])
+    of_ranks = head + (6 + 8) * ranks
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
+        "hetlora": (of_ranks, of_ranks + 1),  # up the norm of its product
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
+        # the embedding network, the model, and an embedding of 3
+        "pefll": ((body + 12 * 3 + 3 + body + head + 3) * ones,) * 2,
+        "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 184) * ones, (body + head) * ones),

@@ -25,24 +25,6 @@ from fedjax_pfl.types import (
 )
 
 
-def memorise(c: Client, w: PyTree, batch_size: int) -> tuple[Array, Array]:
-    """Returns the datastore of a client's training examples: features [M, K] and
-    labels [M], -1 in the padding."""
-    length = c.train.index.shape[0]
-
-    def write(store, batch):
-        h, _ = c.model.features(w, batch.x, mask=batch.mask, train=False)
-        at = jnp.where(batch.mask, batch.row, length)
-        features, labels = store
-        return (
-            features.at[at].set(h.astype(features.dtype), mode="drop"),
-            labels.at[at].set(batch.y, mode="drop"),
-        )
-
-    empty = jnp.zeros((length, c.model.num_features)), jnp.full(length, -1, jnp.int32)
-    return local_training.fold(c.train, write, empty, batch_size)
-
-
 def neighbours(
     h: Array, store: tuple[Array, Array], k: int, scale: Numeric, classes: int
 ) -> Array:
@@ -92,7 +74,12 @@ def knn_per(
     batch_size = evaluation.pass_size(task.sizes)
 
     def predictor(c: Client, w: PyTree) -> Predictor:
-        store = memorise(c, w, batch_size)
+        # The datastore of the training examples.
+        def features(batch):
+            return c.model.features(w, batch.x, mask=batch.mask, train=False)[0]
+
+        width = c.model.num_features
+        store = local_training.collect(c.train, features, width, batch_size)
         share = jnp.where(c.train.size > 0, lam, 0)
 
         def predict(x, mask):

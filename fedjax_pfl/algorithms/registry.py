@@ -38,7 +38,7 @@ EXCLUDES: dict[str, dict[str, str]] = {
     | dict.fromkeys(("gpfl", "fedsr", "fedpcl"), _LABELS)
     | dict.fromkeys(_PUBLIC, _ROWS),
     "positions": dict.fromkeys(
-        ("mocha", "feddva", "fedem", "knn_per", *_PUBLIC), _ROWS
+        ("mocha", "feddva", "fedem", "knn_per", "pfedfda", *_PUBLIC), _ROWS
     ),
     "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
     "work": {"mocha": "its local work is `frac` of the examples"},
@@ -53,6 +53,7 @@ ON_TARGETS = frozenset(
         *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
         *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
         *("apple", "cfl", "fedcross", "fedcac", "fedmtl", "pfedsim", "pfl_da"),
+        *("floco", "fedap", "pfedla"),
     )
 )
 

@@ -334,7 +334,9 @@ def closing(directory: RunDirectory) -> str:
     """Returns the headline, its costs and the published number of a finished run."""
     run = results.load(directory.path)
     table, name = results.last(results.frame([run])), run.headline[0]
-    rows = table[table["score"].isin([name, metrics.baseline(name)])]
+    names = [name, *run.config.get("metrics", "").split(",")]
+    shown_scores = [*names, *map(metrics.baseline, names)]
+    rows = table[table["score"].isin(shown_scores)]
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]

@@ -61,16 +61,35 @@ def _many(x: Array, kernel: Array, bias: Array, *, padding: int) -> tuple[Array]
 
     def pack(x: Array, kernel: Array, bias: Array) -> Array:
         pooled = _pooled_in_blocks if is_image else _pooled
-        x = x.transpose(2, 3, 1, 0, 4)
-        x = x.reshape(*x.shape[:3], -1)
-        y = pooled(x, block_diagonal(kernel), bias.reshape(-1), padding)
-        return y.reshape(*y.shape[:3], count, -1).transpose(3, 2, 0, 1, 4)
+        y = pooled(_joined(x), block_diagonal(kernel), bias.reshape(-1), padding)
+        return _split(y, count)
 
     if count == len(x):
         return (pack(x, kernel, bias),)
     grouped = [a.reshape(-1, count, *a.shape[1:]) for a in (x, kernel, bias)]
     y = jax.vmap(pack)(*grouped)
     return (y.reshape(-1, *y.shape[2:]),)
+
+
+def _joined(x: Array) -> Array:
+    """Joins the channels of clients: [P, B, H, W, C] -> [H, W, B, P C].
+
+    The compiler's estimates prefer to join the leading axes of many clients, and the
+    last ones of a few.
+    """
+    if len(x) <= FEW:
+        x = x.transpose(2, 3, 1, 0, 4)
+        return x.reshape(*x.shape[:3], -1)
+    x = x.transpose(0, 4, 2, 3, 1)
+    return x.reshape(-1, *x.shape[2:]).transpose(1, 2, 3, 0)
+
+
+def _split(y: Array, count: int) -> Array:
+    """Inverts `_joined`."""
+    if count <= FEW:
+        return y.reshape(*y.shape[:3], count, -1).transpose(3, 2, 0, 1, 4)
+    y = y.transpose(3, 0, 1, 2)
+    return y.reshape(count, -1, *y.shape[1:]).transpose(0, 4, 2, 3, 1)
 
 
 def _pooled(x: Array, kernel: Array, bias: Array, padding: int) -> Array:
@@ -138,5 +157,7 @@ def block_diagonal(kernels: Array) -> Array:
         return jnp.concatenate(rows, axis=2)
     joined = jnp.moveaxis(kernels, 0, 2).reshape(*window, count * channels, out)
     block = np.kron(np.eye(count), np.ones((channels, out)))
-    whole = jnp.tile(joined, (1, 1, 1, count))
+    # a product with ones: the gradient of a tile would split the lanes
+    copies = np.tile(np.eye(out, dtype=joined.dtype), count)
+    whole = jnp.matmul(joined, copies, precision=lax.Precision.HIGHEST)
     return jnp.where(block.astype(bool)[None, None], whole, 0)

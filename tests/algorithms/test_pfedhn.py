@@ -13,7 +13,7 @@ from toy import N, assert_close, assert_same
 
 from fedjax_pfl import local_training, losses, simulate
 from fedjax_pfl.algorithms import pfedhn as factory
-from fedjax_pfl.algorithms.pfedhn import generate
+from fedjax_pfl.algorithms.hypernetworks import generate
 from fedjax_pfl.types import Batch, State
 
 KEY = jax.random.key(0)

@@ -1,0 +1,222 @@
+"""Floco: heads are points of a simplex whose corners are trained together, and each
+client has a region of the simplex.
+
+Reference: Grinwald, Wiesner & Nakajima, Federated learning over connected modes
+(NeurIPS 2024), Algorithm 1.
+"""
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from annotated_types import Ge, Interval
+from chex import Numeric
+
+from fedjax_pfl import (
+    averaging,
+    evaluation,
+    keys,
+    local_training,
+    losses,
+    traffic,
+    trees,
+)
+from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.errors import needed
+from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+
+LEVELS = 1000  # sums z that are tried in the projection
+NEAREST = 1e-4  # smaller distances count as this one
+
+
+class Start(keys.Stream):
+    """Streams below the key of the initial state."""
+
+    CORNERS = 50, "the heads after the first, + their number"
+
+
+class Draw(keys.Stream):
+    """Streams below the loss's key of a step."""
+
+    EDGES = 50, "the point of the simplex"
+    SIGNS = 51, "the direction in which it is moved"
+    RADIUS = 52, "how far it is moved"
+
+
+def mix(alpha: Array, heads: PyTree) -> PyTree:
+    """Returns sum_m alpha_m theta_m of alpha [M] and the corners theta [M, ...]."""
+
+    def one(x: Array) -> Array:
+        mixed = jnp.tensordot(alpha, x, 1, precision=jax.lax.Precision.HIGHEST)
+        return mixed.astype(x.dtype)
+
+    return jax.tree.map(one, heads)
+
+
+def draw(key: Array, center: Array, assigned: Array, rho: Numeric) -> Array:
+    """Returns a point alpha [M] of the region of a client.
+
+    If `assigned` [] it is `center` [M] moved by at most rho in the L1 norm, in a
+    direction uniform on its sphere; else it is uniform on the simplex.
+    """
+    shape = center.shape
+    edges = jax.random.exponential(keys.fold(key, Draw.EDGES), shape, jnp.float32)
+    alpha = edges / jnp.sum(edges)
+    half = jnp.float32(0.5)
+    signs = 2 * jax.random.bernoulli(keys.fold(key, Draw.SIGNS), half, shape) - 1
+    radius = rho * jax.random.uniform(keys.fold(key, Draw.RADIUS), (), jnp.float32)
+    return jnp.where(assigned, center + radius * signs * alpha, alpha)
+
+
+def components(gram: Array, here: Array, count: int) -> Array:
+    """Returns the first principal components [N, count] of rows with the inner products
+    `gram` [N, N]; of each the entry of largest size is positive.
+
+    Rows that are not `here` [N] do not count and have zeros.
+    """
+    weight = here.astype(gram.dtype) / jnp.maximum(jnp.sum(here), 1)
+    both = here[:, None] & here[None]
+    mean = gram @ weight
+    centred = gram - mean[:, None] - mean[None] + weight @ mean
+    values, vectors = jnp.linalg.eigh(jnp.where(both, centred, 0))
+    # Eigenvalues that are rounding have no direction.
+    values = jnp.where(values > 1e-5 * values[-1], values, 0)
+    kappa = (vectors * jnp.sqrt(values)[None])[:, ::-1][:, :count]
+    kappa = jnp.pad(kappa, ((0, 0), (0, count - kappa.shape[1])))
+    largest = jnp.argmax(jnp.abs(kappa), axis=0)
+    sign = jnp.where(kappa[largest, jnp.arange(count)] < 0, -1, 1)
+    return kappa * sign[None]
+
+
+def project(kappa: Array, z: Numeric) -> Array:
+    """Returns the nearest points [N, M] to kappa [N, M] with entries of at least 0 and
+    sum z, divided by z."""
+    ordered = jnp.sort(kappa, axis=1)[:, ::-1]
+    excess = jnp.cumsum(ordered, axis=1) - z
+    number = jnp.arange(1, kappa.shape[1] + 1)
+    positive = jnp.sum(ordered - excess / number[None] > 0, axis=1, keepdims=True)
+    shift = jnp.take_along_axis(excess, positive - 1, axis=1) / positive
+    points = jnp.maximum(kappa - shift, 0)
+    return points / jnp.sum(points, axis=1, keepdims=True)
+
+
+def energy(points: Array, here: Array) -> Array:
+    """Returns the sum [] of 1/d^2 over the pairs of points [N, M] `here` [N]."""
+    d2 = jnp.sum((points[:, None] - points[None]) ** 2, axis=2)
+    pairs = here[:, None] & here[None] & ~jnp.eye(len(points), dtype=bool)
+    return jnp.sum(jnp.where(pairs, 1 / jnp.maximum(d2, NEAREST**2), 0)) / 2
+
+
+def centers(gram: Array, here: Array, count: int) -> Array:
+    """Returns the centres [N, count] of the regions of the clients `here` [N], from the
+    inner products `gram` [N, N] of their updates.
+
+    Their principal components are projected to the simplex, for the sum z in (0, 1] at
+    which the points are furthest from each other by `energy`.
+    """
+    kappa = components(gram, here, count)
+    levels = jnp.linspace(1e-4, 1, LEVELS, dtype=kappa.dtype)
+    found = jax.lax.map(lambda z: energy(project(kappa, z), here), levels)
+    return project(kappa, levels[jnp.argmin(found)])
+
+
+@register("floco")
+def floco(
+    task: Task,
+    *,
+    endpoints: Annotated[int, Interval(ge=1, le=1000)] = 10,
+    warmup: Annotated[float, Interval(ge=0, le=1)] = 0.5,
+    rho: Annotated[float, Ge(0)] = 0.1,
+) -> Algorithm:
+    """Trains the body and M heads; in each step the head is sum_m alpha_m theta_m, and
+    alpha is drawn from the client's region (`draw`).
+
+    After the warm-up a client's region is around its centre (`centers`), found from the
+    updates of the heads. The client predicts with the centre.
+
+    Args:
+      endpoints: M, heads, in [1, 1000]; 10 as in the authors' code.
+      warmup: share in [0, 1] of the rounds before the regions are assigned, at least
+        one round; 0.5 as in the authors' code.
+      rho: radius of a region in the L1 norm (ρ) in [0, inf); 0.1 as in the authors'
+        code for folds, which has 0.3 for Dirichlet partitions. With one head and rho =
+        0 it is FedAvg.
+
+    Note:
+      The corners include the bias, which the authors' code shares. A region may leave
+      the simplex, as there. The authors let all clients train in the last round of the
+      warm-up; here each client's last update counts. A client that has not trained by
+      then goes on with the whole simplex. Floco+ is not built.
+    """
+    model, n = task.model, task.num_clients
+    sgd, split = local_training.bind(task), averaging.split(task)
+    rounds = needed("rounds", task.rounds, "which its warm-up follows")
+    first = jnp.maximum(jnp.round(warmup * rounds), 1)
+
+    def init(key):
+        corners = keys.fold(key, Start.CORNERS)
+        draws = [key, *(jax.random.fold_in(corners, m) for m in range(1, endpoints))]
+        heads = [model.init(k)["head"] for k in draws]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *heads)
+        shared, own = split.send(model.init(key) | {"head": stacked})
+        server = {
+            "w": shared,
+            "update": trees.replicate(jax.tree.map(jnp.zeros_like, stacked), n),
+            "seen": jnp.zeros(n, bool),
+            "center": jnp.full((n, endpoints), 1 / endpoints, jnp.float32),
+            "assigned": jnp.zeros(n, bool),
+        }
+        return State(server, trees.replicate(own, n))
+
+    def predictor(w, alpha):
+        return averaging.predictor(model, w | {"head": mix(alpha, w["head"])})
+
+    def assign(server):
+        update, seen = server["update"], server["seen"]
+        found = centers(trees.gram(update, update), seen, endpoints)
+        center = jnp.where(seen[:, None], found, server["center"])
+        return {"center": center, "assigned": seen}
+
+    def round(key, state, cohort):
+        server = state.server
+
+        def client(c, own):
+            center, assigned = server["center"][c.id], server["assigned"][c.id]
+
+            def loss(w, batch, key):
+                alpha = draw(key, center, assigned, rho)
+                h, stats = model.features(
+                    w, batch.x, mask=batch.mask, train=True, key=key
+                )
+                z = model.head(mix(alpha, w["head"]), h)
+                return losses.of(task)(z, batch.y, batch.mask), stats
+
+            start = split.receive(server["w"], own)
+            w, value = sgd(c, start, loss=loss)
+            update = jax.tree.map(jnp.subtract, start["head"], w["head"])
+            shared, own = split.send(w)
+            post = evaluation.post(cohort, c, predictor(w, center))
+            return shared, update, own, value, post
+
+        w, (update, own, value, post) = cohort.mean(
+            client, state.clients, weight=cohort.sizes, default=server["w"]
+        )
+        # Before the regions are assigned the updates are kept.
+        early = ~jnp.any(server["assigned"])
+        here = cohort.trained & early
+        update = trees.scatter(server["update"], cohort.ids, update, here)
+        seen = server["seen"].at[cohort.ids].max(here)
+        server = {**server, "w": w, "update": update, "seen": seen}
+        now = early & (cohort.round + 1 >= first) & jnp.any(cohort.trained)
+        kept = {name: server[name] for name in ("center", "assigned")}
+        server |= jax.lax.cond(now, assign, lambda _: kept, server)
+        return State(server, own), Metrics(value, post)
+
+    def predict(server, own, c):
+        return predictor(split.receive(server["w"], own), server["center"][c.id])
+
+    def sent(state, cohort, metrics):
+        size = trees.size(state.server["w"])
+        return traffic.both_ways(cohort, size + endpoints, size)
+
+    return Algorithm(init, round, predict, evaluation.classification, sent)
