@@ -46,7 +46,7 @@ def pfedlora(
     Args:
       rank: r of the adapter.
       mu: weight of the adapted logits in the own model's loss, in [0, 1].
-      adapter_epochs: epochs of the adapter; None: the task's local work; 0: not trained.
+      adapter_epochs: epochs of the adapter; None: the task's local work; 0: none.
 
     Note:
       The paper puts the adapter at fully connected layers; here it is at the head,
