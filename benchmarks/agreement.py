@@ -37,6 +37,7 @@ import os
 import random
 import sys
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -210,6 +211,7 @@ def theirs(case: Case) -> list[float]:
     net = network(run)
     args = options(run, net.base if method.body_only else net)
     os.chdir(Path(case.folder) / "system")
+    warnings.simplefilter("ignore")  # as its command does
     with pytorch.told("PFLlib"), contextlib.redirect_stdout(io.StringIO()):
         module = importlib.import_module(f"flcore.servers.{method.module}")
         if "sklearn.metrics" in sys.modules:
@@ -218,8 +220,9 @@ def theirs(case: Case) -> list[float]:
         server.save_results = server.save_global_model = lambda: None
         # FedAS calls it at its end, and PFLlib has no such function
         server.avg_generalization_metrics = lambda: None
-        # ids, examples, losses: a pass over all data
-        server.train_metrics = lambda: ([0], [1], [0.0])
+        # ids, examples, scores, losses: a pass over all data
+        server.train_metrics = lambda: ([0], [1], [0.0], [0.0])
+        server.train_metrics_personalized = server.train_metrics
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(run.experiment.config.seed)
         server.train()
