@@ -2,52 +2,63 @@
 weights.
 
     python -m benchmarks.agreement --pfllib=PATH --run=RUN [--markdown]
+    python -m benchmarks.agreement --pfllib=PATH --algo=local,fedavg [--markdown]
+    [--model=lenet] [--data_fraction=0.3] [--lr=0.02] [--rounds=20] [--seed=0]
+    [--results=FILE]
     python -m benchmarks.agreement --htfllib=PATH --run=RUN [--shuffled]
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, or of github.com/TsingZ0/HtFLlib where
 clients have networks of several architectures (CNN-1 to CNN-5), run as it stands (what
 it imports and does not use here is stood in for where it is missing; PFLlib's training
-loss at an evaluation is left out, and no results are written), RUN the directory of a
-run of one of its methods known here, with plain SGD, plain means and everybody in each
-round. The library gets the run's clients, its initial weights and its settings, and
-draws batches of its own, by the run's seed. Compared is the accuracy over all test
-examples before local training (`pre`); of FedBABU the body as received under its
-untrained head, and in the last line the fine-tuned model; of FedProto that of the
-nearest prototype. Both libraries always drop a short last batch (--drop_last), and
-HtFLlib's clients take their batches in one order in all epochs, but with --shuffled.
+loss and AUC at an evaluation are left out, and no results are written), RUN the
+directory of a run of one of its methods known here, with plain SGD, plain means and
+everybody in each round. The library gets the run's clients, its initial weights and its
+settings, and draws batches of its own, by the run's seed. Compared is the accuracy over
+all test examples before local training (`pre`), or the score that `benchmarks.pfllib`
+names; of FedBABU the body as received under its untrained head, and in the last line
+the fine-tuned model; of FedProto that of the nearest prototype. Both libraries always
+drop a short last batch (--drop_last), and HtFLlib's clients take their batches in one
+order in all epochs, but with --shuffled.
+
+With --algo both sides run, each in a process of its own with one thread, for each of
+the methods (`all`: all of `benchmarks.pfllib`): CIFAR-10, 20 clients by Dirichlet 0.1,
+batch 10, an evaluation every second round. The table has the means over the evaluations
+of the last ten rounds. --results keeps what was found, and a method that it has does
+not run again; without --algo its table is printed.
 """
 
 import contextlib
+import functools
 import importlib
 import io
+import json
+import multiprocessing
 import os
 import random
+import sys
 import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import flags
 
-from benchmarks import htfllib, peers, pytorch, recipes, report
+from benchmarks import htfllib, peers, pfllib, pytorch, recipes, report
 from fedjax_pfl import keys
+from fedjax_pfl.engine.xla import split_cpu
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import results
+from fedjax_pfl.experiment import results, sweep
 from fedjax_pfl.experiment.presets import same
 from fedjax_pfl.models.nets import AFM
 from fedjax_pfl.types import Model
 
 FLAGS = flags.FLAGS
 
-METHODS = {  # ours -> PFLlib's module and server
-    "local": ("serverlocal", "Local"),
-    "fedavg": ("serveravg", "FedAvg"),
-    "fedper": ("serverper", "FedPer"),
-    "fedbabu": ("serverbabu", "FedBABU"),
-    "per_fedavg": ("serverperavg", "PerAvg"),
-}
 PLAIN = {
     "optimizer": "sgd",
     "momentum": 0.0,
@@ -62,13 +73,30 @@ PLAIN |= {
     "features": None,
     "unseen": 0.0,
 }
-# PFLlib's
-HPARAMS = {
-    "per_fedavg": {"alpha": None, "beta": None},
-    "fedbabu": {"fine_tune": "all"},
-}
-# what the libraries call the accuracy, if it is not `acc`
-SCORES = {"fedbabu": "untuned_acc", "fedproto": "proto_acc"}
+# of HtFLlib: the score, if it is not `acc`
+SCORES = {"fedproto": "pre/proto_acc_micro"}
+SETTING = ("--preset=fedcp_cifar10", "--drop_last", "--eval_every=2")
+RESULTS = "benchmarks/results/agreement.json"
+LAST = 10  # rounds, over whose evaluations a mean is taken
+
+
+class Pools(NamedTuple):
+    """A process for each library, which runs one method after another."""
+
+    ours: ProcessPoolExecutor
+    theirs: ProcessPoolExecutor
+
+
+@contextlib.contextmanager
+def pools() -> Iterator[Pools]:
+    """Starts a process with one thread for each library."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    start = functools.partial(
+        ProcessPoolExecutor, 1, mp_context=spawn, initializer=split_cpu
+    )
+    with start() as ours, start() as theirs:
+        yield Pools(ours, theirs)
 
 
 class Case(NamedTuple):
@@ -78,6 +106,7 @@ class Case(NamedTuple):
     checkout: str
     folder: str
     shuffled: bool = False  # HtFLlib's batches
+    threads: int | None = None  # PFLlib's; None: all cores
 
 
 def check(run: results.Run, mixed: bool = False) -> None:
@@ -85,7 +114,7 @@ def check(run: results.Run, mixed: bool = False) -> None:
     do the same."""
     config, methods, nets = (
         run.experiment.config,
-        htfllib.SERVERS if mixed else METHODS,
+        htfllib.SERVERS if mixed else pfllib.METHODS,
         AFM if mixed else pytorch.NETS,
     )
     if config.algo not in methods:
@@ -108,7 +137,8 @@ def check(run: results.Run, mixed: bool = False) -> None:
             raise InputError(
                 f"--run has {name}={found}: for a comparison it must be {value}."
             )
-    for name, value in HPARAMS.get(config.algo, {}).items():
+    required = {} if mixed else pfllib.METHODS[config.algo].hparams
+    for name, value in required.items():
         if (found := config.hparams[name]) != value:
             raise InputError(
                 f"--run has hparam={name}={found}: for a comparison it must be {value}."
@@ -136,7 +166,7 @@ def options(run: results.Run, net: Any) -> pytorch.Options:
         config.epochs,
         config.eval_every or config.rounds,
     )
-    made.fine_tuning_epochs = config.hparams.get("fine_tune_epochs", 0)
+    vars(made).update(pfllib.arguments(config))
     return made
 
 
@@ -159,7 +189,7 @@ def network(run: results.Run) -> Any:
     for parameter, value in zip(
         layers.parameters(), weights(run, e.task.model), strict=True
     ):
-        parameter.data = torch.tensor(np.array(value))
+        parameter.data = torch.tensor(np.array(value, order="C"))
     return torch.nn.Sequential(OrderedDict(base=layers[:-1], head=layers[-1]))
 
 
@@ -172,24 +202,28 @@ def theirs(case: Case) -> list[float]:
     import torch
 
     run = results.load(case.run)
-    pytorch.import_from(case.checkout)
-    peers.write_clients(
-        Path(case.folder), run.experiment.dataset, run.experiment.partition
-    )
-    module, name = METHODS[run.experiment.config.algo]
-    args = options(run, network(run))
+    pytorch.import_from(case.checkout, case.threads)
+    if not (Path(case.folder) / "system").exists():
+        e = run.experiment
+        peers.write_clients(Path(case.folder), e.dataset, e.partition, save=np.savez)
+    method = pfllib.METHODS[run.experiment.config.algo]
+    net = network(run)
+    args = options(run, net.base if method.body_only else net)
     os.chdir(Path(case.folder) / "system")
     with pytorch.told("PFLlib"), contextlib.redirect_stdout(io.StringIO()):
-        server = getattr(importlib.import_module(f"flcore.servers.{module}"), name)(
-            args, 0
-        )
+        module = importlib.import_module(f"flcore.servers.{method.module}")
+        if "sklearn.metrics" in sys.modules:
+            sys.modules["sklearn.metrics"].roc_auc_score = lambda *_, **__: 0.0
+        server = getattr(module, method.server)(args, 0)
         server.save_results = server.save_global_model = lambda: None
+        # FedAS calls it at its end, and PFLlib has no such function
+        server.avg_generalization_metrics = lambda: None
         # ids, examples, losses: a pass over all data
         server.train_metrics = lambda: ([0], [1], [0.0])
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(run.experiment.config.seed)
         server.train()
-    return [float(x) for x in server.rs_test_acc]
+    return [float(x) for x in method.read(server)]
 
 
 def theirs_mixed(case: Case) -> list[float]:
@@ -243,38 +277,138 @@ def mixed_options(run: results.Run) -> pytorch.Options:
     return made
 
 
+def pairs(run: results.Run, found: list[float]) -> list[tuple[str, Any, float]]:
+    """Returns the label, our score and the library's of each evaluation `found`; None
+    where we have no such score."""
+    config, method = run.experiment.config, None
+    if len(run.experiment.networks) == 1:
+        method = pfllib.METHODS[config.algo]
+    score = method.score if method else SCORES.get(config.algo, "pre/acc_micro")
+    lag, gap = method.lag if method else 0, config.eval_every or config.rounds
+    ours = run.metrics.set_index("round").to_dict("index")
+    marks = [(f"{i * gap}", i * gap, score) for i in range(len(found))]
+    if config.algo == "fedbabu":
+        marks = [(label, t, "pre/untuned_acc_micro") for label, t, _ in marks]
+        marks[-1] = (f"{config.rounds}, fine-tuned", config.rounds, score)
+    return [
+        (label, ours.get(t - lag, {}).get(name), their)
+        for (label, t, name), their in zip(marks, found, strict=True)
+    ]
+
+
+def percent(x: float | None) -> str | None:
+    return None if x is None else f"{round(100 * x, 2) + 0.0:.2f}"
+
+
 def rows(run: results.Run, found: list[float], library: str = "PFLlib") -> list[tuple]:
     """Of the table: round, ours, the library's and the difference, in %."""
-    config = run.experiment.config
-    gap = config.eval_every or config.rounds
-    tuned = config.algo == "fedbabu"
-    ours = run.metrics.set_index("round").to_dict("index")
-    score = f"pre/{SCORES.get(config.algo, 'acc')}_micro"
-    marks = [(f"{i * gap}", i * gap, score) for i in range(len(found))]
-    if tuned:
-        marks[-1] = (
-            f"{config.rounds}, fine-tuned",
-            config.rounds,
-            "pre/acc_micro",
-        )
     made: list[tuple] = [("rounds", "ours", library, f"ours - {library}")]
-    for (label, t, name), their in zip(marks, found, strict=True):
-        mine = ours.get(t, {}).get(name)
-        shown = [
-            None if x is None else f"{round(100 * x, 2) + 0.0:.2f}"
-            for x in (mine, their, None if mine is None else mine - their)
-        ]
-        made.append((label, *shown))
+    for label, mine, their in pairs(run, found):
+        gap = None if mine is None else mine - their
+        made.append((label, *map(percent, (mine, their, gap))))
     return made
+
+
+def ours(argv: list[str]) -> int:
+    """Runs one of our methods, and returns its exit code."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return sweep.run(argv)
+
+
+def compare(
+    name: str, setting: list[str], checkout: str, folder: str, pools: Pools
+) -> dict[str, Any]:
+    """Returns the scores of both sides at the evaluations of the last ten rounds, of
+    FedBABU those of the fine-tuned models.
+
+    Args:
+      folder: for the run, and for PFLlib's files.
+
+    Raises:
+      InputError: one of the two cannot be run.
+    """
+    path = f"{folder}/{name}"
+    argv = [
+        *setting,
+        *pfllib.flags(name, FLAGS.model),
+        "--devices=1",
+        f"--workdir={path}",
+    ]
+    if pools.ours.submit(ours, argv).result():
+        raise InputError(f"The run of {name} failed.")
+    run = results.load(path)
+    check(run)
+    case = Case(path, checkout, f"{folder}/pfllib", threads=1)
+    found = pools.theirs.submit(theirs, case).result()
+    both = [pair for pair in pairs(run, found) if pair[1] is not None]
+    first = run.config["rounds"] - LAST
+    last = [x for x in both if x[0].isdecimal() and int(x[0]) > first]
+    _, mine, their = zip(*(both[-1:] if name == "fedbabu" else last), strict=True)
+    return {
+        "here": [round(float(x), 5) for x in mine],
+        "pfllib": [round(x, 5) for x in their],
+    }
+
+
+def summary(found: dict[str, Any]) -> list[tuple]:
+    """Of the table: method, score, PFLlib's mean, ours and the difference, in %."""
+    made: list[tuple] = [
+        ("method", "score", "PFLlib", "here", "difference", "what differs")
+    ]
+    for name, method in pfllib.METHODS.items():
+        if name in found:
+            mean, their = (fmean(found[name][side]) for side in ("here", "pfllib"))
+            numbers = map(percent, (their, mean, mean - their))
+            made.append((name, method.score, *numbers, method.differs))
+    return made
+
+
+def several(
+    names: list[str], setting: list[str], checkout: str, path: Path
+) -> dict[str, Any]:
+    """Compares those of the methods that a file does not have, adds them to it, and
+    returns all of its methods.
+
+    Raises:
+      InputError: the file has another setting.
+    """
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    stored = stored or {"setting": setting, "methods": {}}
+    if names and stored["setting"] != setting:
+        raise InputError(f"{path} has another setting: give another --results.")
+    todo = [name for name in names if name not in stored["methods"]]
+    with tempfile.TemporaryDirectory() as folder, pools() as both:
+        for name in todo:
+            try:
+                found = compare(name, setting, checkout, folder, both)
+            # the libraries' own failures are some of the others
+            except (InputError, RuntimeError, ValueError, LookupError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
+            stored["methods"][name] = found
+            path.write_text(json.dumps(stored, indent=1) + "\n")
+    return stored["methods"]
 
 
 def main(argv) -> None:
     del argv
+    path, names = Path(FLAGS.results), FLAGS.algo
+    names = list(pfllib.METHODS) if names == ["all"] else names
+    if path.exists() and not (FLAGS.pfllib or FLAGS.htfllib or FLAGS.run):
+        return print(report.table(summary(several([], [], "", path))))
     mixed = bool(FLAGS.htfllib)
     library = "HtFLlib" if mixed else "PFLlib"
     checkout = os.path.abspath(pytorch.check(FLAGS.htfllib or FLAGS.pfllib, library))
+    if FLAGS.algo:
+        unknown = set(names) - set(pfllib.METHODS)
+        if unknown:
+            raise InputError(f"PFLlib's table does not have {sorted(unknown)}.")
+        chosen = ("model", "data_fraction", "rounds", "lr", "seed")
+        setting = [*SETTING, *(f"--{x}={FLAGS[x].value}" for x in chosen)]
+        found = several(names, setting, checkout, path)
+        return print(report.table(summary(found)))
     if not FLAGS.run:
-        raise InputError("Say which run with --run=DIRECTORY.")
+        raise InputError("Give the run's directory, --run, or methods, --algo.")
     run = results.load(FLAGS.run)
     check(run, mixed)
     if not run.experiment.config.drop_last:
@@ -289,5 +423,12 @@ if __name__ == "__main__":
     flags.DEFINE_string("pfllib", None, "a checkout of PFLlib")
     flags.DEFINE_string("htfllib", None, "a checkout of HtFLlib")
     flags.DEFINE_string("run", None, "the directory of a run")
+    flags.DEFINE_list("algo", [], "methods that both libraries run, or `all`")
+    flags.DEFINE_string("model", "lenet", "with --algo: network")
+    flags.DEFINE_float("data_fraction", 1.0, "with --algo: part of the examples")
+    flags.DEFINE_float("lr", 0.02, "with --algo: learning rate")
+    flags.DEFINE_integer("rounds", 20, "with --algo: rounds", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "with --algo: seed", lower_bound=0)
+    flags.DEFINE_string("results", RESULTS, "with --algo: where scores are kept")
     flags.DEFINE_bool("shuffled", False, "HtFLlib's clients shuffle their batches")
     report.run(main)

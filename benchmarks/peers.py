@@ -38,6 +38,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,12 @@ def write(folder: Path, recipe: Recipe) -> None:
     write_clients(folder, *recipes.partitioned(recipe))
 
 
-def write_clients(folder: Path, data: Dataset, owned: Partition) -> None:
+def write_clients(
+    folder: Path,
+    data: Dataset,
+    owned: Partition,
+    save: Callable[..., None] = np.savez_compressed,
+) -> None:
     """Clients' examples as PFLlib wants them: dataset/NAME/{train,test}/ID.npz, a dict
     of x [n, C, H, W] and y."""
     parts = {
@@ -91,7 +97,7 @@ def write_clients(folder: Path, data: Dataset, owned: Partition) -> None:
         for client, (rows, size) in enumerate(zip(index, sizes, strict=True)):
             own = rows[:size]
             x = np.asarray(data.prepare(data.x[own])).transpose(0, 3, 1, 2)
-            np.savez_compressed(
+            save(
                 place / f"{client}.npz",
                 data=np.array({"x": x, "y": data.y[own]}, object),
             )

@@ -141,12 +141,13 @@ def training(clients: Sequence[Any]) -> float:
     )
 
 
-def import_from(checkout: str) -> None:
-    """Makes what is in a checkout's folder `system` importable here, on all cores; what
-    it imports and is not used here is stood in for where it is missing."""
+def import_from(checkout: str, threads: int | None = None) -> None:
+    """Makes what is in a checkout's folder `system` importable here, on all cores or so
+    many threads; what it imports and is not used here is stood in for where it is
+    missing."""
     import torch
 
-    torch.set_num_threads(report.cores())
+    torch.set_num_threads(threads or report.cores())
     for name in MISSING:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             sys.modules[name] = types.ModuleType(name)

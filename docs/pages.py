@@ -32,9 +32,15 @@ MODULES = {  # by topic
         *("aggregate", "traffic", "trees", "architectures", "keys", "testing"),
     ],
     "Data": ["data.datasets", "data.partition", "data.partitioners", "data.federate"],
-    "Networks": ["models.nnx_model", "models.nets", "models.resnet", "models.layers"],
+    "Networks": [
+        *("models.nnx_model", "models.nets", "models.resnet", "models.layers"),
+        "attention",
+    ],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],
-    "Privacy": ["privacy.encryption"],
+    "Privacy": [
+        *("privacy.reconstruction", "privacy.differential_privacy", "privacy.attacks"),
+        *("privacy.robust", "compression", "privacy.encryption"),
+    ],
 }
 MOVED = {  # file of the repository: page of the site
     "README.md": "index.md",

@@ -5,7 +5,8 @@
 A file has the `tables` of one preset and `findings`. A table has settings that differ
 from the preset's, seeds, rounds, share of the data, command, commit, machine, and a row
 per method with {score: {mean, std}} in %; std is over seeds, null for one seed. `best`
-and `best_round` are the best round on the test examples. Published numbers are those of
+and `best_round` are the best round on the test examples. `claims.toml` has the claims
+of the papers' abstracts. Published numbers are those of
 the preset, chosen with the settings `at`. `also` and `columns` are further scores to
 show, `columns` without published numbers. Unknown entries are null.
 """
@@ -13,6 +14,7 @@ show, `columns` without published numbers. Unknown entries are null.
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
 
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
+BOARD = FOLDER / "leaderboard.json"
 # display names of the methods with results
 METHODS = {
     "local": "Local",
@@ -80,6 +83,16 @@ _INTRO = (
     "where "
     "that is given. See [evaluation](../evaluation.md)."
 )
+_BOARD = (
+    "Accuracies in %, means over clients after the last round, before and after local "
+    "training; ± is the sample standard deviation over seeds. Each method has the "
+    "learning rate that was best on validation examples (a fifth of the training "
+    "examples, seed 0), among 0.3, 0.1, 0.03, 0.01 and 0.003; its other "
+    "hyperparameters are its defaults. Rows are ordered by the better of both "
+    "accuracies. `--tuned` takes the learning rate of this table. The settings are "
+    "presets: `digits`, `leaderboard_mnist`, `leaderboard_cifar10` and "
+    "`leaderboard_fashion_mnist`."
+)
 
 
 def pages() -> dict[str, str]:
@@ -88,13 +101,44 @@ def pages() -> dict[str, str]:
     for name, preset in PRESETS.items():
         if (FOLDER / f"{name}.json").exists():
             found.setdefault(preset.paper, []).append(name)
-    return {f"{paper.lower()}.md": _page(paper, of) for paper, of in found.items()}
+    pages = {f"{paper.lower()}.md": _page(paper, of) for paper, of in found.items()}
+    return pages | {"leaderboard.md": _leaderboard()}
+
+
+def _leaderboard() -> str:
+    """Returns the page of `leaderboard.json`: a table per setting."""
+    board = json.loads(BOARD.read_text())
+    parts = ["# Leaderboard", _NOTE, _BOARD, *board.pop("findings", [])]
+    for setting, rows in board.items():
+        shown = {name: x for name, x in rows.items() if "reason" not in x}
+        order = sorted(shown, key=lambda name: -_higher(shown[name]))
+        cells = [{"method": f"`{name}`"} | _cells(shown[name]) for name in order]
+        text = pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True)
+        text = re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))
+        command = f"python -m benchmarks.leaderboard --setting={setting}"
+        parts += [f"## {setting}", text, f"```bash\n{command}\n```"]
+        absent = {name: x["reason"] for name, x in rows.items() if "reason" in x}
+        parts += ["\n".join(f"* `{name}`: {why}" for name, why in absent.items())]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _higher(row: dict[str, Any]) -> float:
+    """Returns the better accuracy of before and after local training."""
+    return max(row["before"][0], row["after"][0])
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{x[0]:.2f} ± {x[1]:.2f}" if isinstance(x, list) else f"{x:g}"
+        for name, x in row.items()
+    }
 
 
 def _page(paper: str, names: list[str]) -> str:
     known = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in names}
     parts = [f"# Results: {paper}", _NOTE, _INTRO]
     protocols = dict.fromkeys(PRESETS[name].protocol for name in names)
+    parts += _claims(paper)
     parts += [f"Protocol of the paper: {text}" for text in protocols if text]
     for name, content in known.items():
         for table in content["tables"]:
@@ -102,6 +146,18 @@ def _page(paper: str, names: list[str]) -> str:
     findings = [f"* {x}" for content in known.values() for x in content["findings"]]
     parts += ["## Findings", "\n".join(findings)] if findings else []
     return "\n\n".join(parts) + "\n"
+
+
+def _claims(paper: str) -> list[str]:
+    """Returns the paper's claims as a heading and a table, or nothing."""
+    rows = tomllib.loads((FOLDER / "claims.toml").read_text()).get(paper)
+    if not rows:
+        return []
+    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+    return [
+        "## Claims of the abstract",
+        re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text)),
+    ]
 
 
 def _section(name: str, table: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores, Task
 
 BATCH = 256  # test examples predicted at once
+# exp(mean cross entropy) over a client's examples, or over all their positions
+PERPLEXITY = "perplexity"
 Score = Callable[[Any, Array, Array, Client], Scores]
 
 
@@ -163,16 +165,25 @@ def client(
     NaN without examples.
 
     Args:
-      metrics: further scores, names in METRICS.
+      metrics: further scores, names in METRICS or PERPLEXITY.
     """
+    classes = len(c.class_counts)
 
     def batch_scores(batch: Batch) -> Scores:
-        return score(predictor(batch.x, batch.mask), batch.y, batch.mask, c)
+        outputs = predictor(batch.x, batch.mask)
+        found = score(outputs, batch.y, batch.mask, c)
+        if PERPLEXITY in metrics:
+            logits = _logits(outputs, classes)
+            found |= {PERPLEXITY: cross_entropy(logits, batch.y, batch.mask)}
+        return found
 
     sums = local_training.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
     found = {name: ratio(*pair) for name, pair in sums.items()}
-    if metrics:
-        found |= whole(c.test, predictor, len(c.class_counts), metrics)
+    if PERPLEXITY in metrics:
+        found[PERPLEXITY] = jnp.exp(found[PERPLEXITY])
+    names = tuple(name for name in metrics if name != PERPLEXITY)
+    if names:
+        found |= whole(c.test, predictor, classes, names)
     return found
 
 
@@ -205,12 +216,7 @@ def whole(
     def collect(
         carry: tuple[Array, Array, Array], batch: Batch
     ) -> tuple[Array, Array, Array]:
-        z = predictor(batch.x, batch.mask)
-        z = z[..., 0] if getattr(z, "ndim", 0) == 3 else z  # the personal model's
-        if getattr(z, "shape", ())[1:] != (num_classes,):
-            raise ContractError(
-                f"`metrics` need a predictor of logits [B, {num_classes}]."
-            )
+        z = _logits(predictor(batch.x, batch.mask), num_classes)
         at = batch.row[:, None] * positions + jnp.arange(positions)[None]
         at = jnp.where(batch.mask, at.reshape(-1), length)
         logits, y, seen = carry
@@ -228,6 +234,15 @@ def whole(
     logits, y, mask = local_training.fold(data, collect, start, size)
     p = jax.nn.sigmoid(logits) if several else jax.nn.softmax(logits)
     return {name: METRICS[name](p, y, mask) for name in metrics}
+
+
+def _logits(outputs: Any, num_classes: int) -> Array:
+    """Returns the logits [B, C] of a predictor."""
+    z = outputs
+    z = z[..., 0] if getattr(z, "ndim", 0) == 3 else z  # the personal model's
+    if getattr(z, "shape", ())[1:] != (num_classes,):
+        raise ContractError(f"`metrics` need a predictor of logits [B, {num_classes}].")
+    return z
 
 
 def auc(p: Array, y: Array, mask: Array) -> Array:

@@ -14,15 +14,17 @@ import optax
 from chex import Numeric
 
 from fedjax_pfl import keys, losses, trees
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array, Batch, Client, Data, PyTree, Task, Work
 
 T = TypeVar("T")
+LOOPS = ("dynamic", "static")  # trip counts
 SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
 # likewise: what the server computes, though a client's function may have it
 ON_SERVER = "on_server"
 _BOUNDED = contextvars.ContextVar("bounded", default=False)
+_LOOP = contextvars.ContextVar("loop", default="dynamic")
 # (variables, batch, key) -> loss [], new stats (, aux)
 Loss = Callable[
     [PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]
@@ -96,7 +98,7 @@ def shares_loop() -> bool:
     A loop whose condition differs between clients copies its carry in every turn, on an
     accelerator all weights. On a CPU small networks only are batched.
     """
-    return platform() != "cpu"
+    return platform() != "cpu" or _LOOP.get() == "static"
 
 
 def trips(count: Any) -> Any:
@@ -196,9 +198,10 @@ def steps(
     few its examples. A client without examples takes none. Where a step wants several
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
-    share rows (all of them where n <= B). The trip count is dynamic: a client takes
-    exactly its own steps. Where clients share the loop (`shares_loop`) batches of
-    padding only follow a client's own, with masks that are False.
+    share rows (all of them where n <= B). The trip count is dynamic by default (see
+    `loop`): a client takes exactly its own steps. Where clients share the loop
+    (`shares_loop`) batches of padding only follow a client's own, with masks that are
+    False.
 
     Args:
       rows: examples of a batch, at most `batch_size`, which they are by default.
@@ -213,6 +216,9 @@ def steps(
     size = batch_size if rows is None else rows
     per_epoch, total = _counts(data, size, epochs, steps, drop_last, limit)
     padding = -length % batch_size if rows is None else batch_size
+    planned = isinstance(epochs, int) and steps is None and limit is None
+    static = _LOOP.get() == "static" and planned and rows is None
+    most = -(-length // batch_size)  # of the largest client
     passes: Any = (
         epochs
         if steps is None and limit is None
@@ -249,8 +255,9 @@ def steps(
         orders = shuffled(e)
         count = jnp.minimum(per_epoch, total - e * per_epoch)
         first = (*loop, count > 0)
+        turns = most if static else trips(count)
         return jax.lax.fori_loop(
-            0, trips(count), lambda s, loop: one(e, orders, count, s, loop), first
+            0, turns, lambda s, loop: one(e, orders, count, s, loop), first
         )[:2]
 
     step = trees.traced_once(step)  # for the shapes of its sums, and in the loop
@@ -269,8 +276,30 @@ def steps(
             most = _most(length, batch_size, epochs, steps, data)
             carry, sums = jax.lax.scan(turn, (carry, sums), jnp.arange(most))[0]
         else:
-            carry, sums = jax.lax.fori_loop(0, trips(passes), epoch, (carry, sums))
+            carry, sums = jax.lax.fori_loop(
+                0, passes if static else trips(passes), epoch, (carry, sums)
+            )
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
+
+
+@contextlib.contextmanager
+def loop(kind: str) -> Iterator[None]:
+    """Sets the trip counts of what is traced within the context.
+
+    Args:
+      kind: `dynamic`, or `static`: every client passes over as many batches as the
+        largest one and masks those after its own, so that the trip count of an epoch
+        is a constant of the program. Work in steps, or in epochs of a client's own
+        choice, remains dynamic. The results are the same.
+
+    Raises:
+      InputError: for another kind.
+    """
+    token = _LOOP.set(choose("loop", kind, LOOPS))
+    try:
+        yield
+    finally:
+        _LOOP.reset(token)
 
 
 @contextlib.contextmanager
@@ -551,7 +580,8 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
         if _BOUNDED.get():
             every = jnp.arange(len(order) // batch_size)
             return jax.lax.scan(turn, carry, every)[0]
-        return jax.lax.fori_loop(0, trips(count), one, carry)
+        turns = len(order) // batch_size if _LOOP.get() == "static" else trips(count)
+        return jax.lax.fori_loop(0, turns, one, carry)
 
 
 def sweep(data: Data, function: Callable[[Batch], T], batch_size: int) -> T:

@@ -12,6 +12,7 @@ from fedjax_pfl.data.datasets import Dataset, checked, label_type, prepared
 from fedjax_pfl.data.partition import Partition, class_counts as counts_of
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
+from fedjax_pfl.engine.frozen import with_frozen
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.phases import Phase, phases
 from fedjax_pfl.engine.program import Program, Round, program
@@ -42,6 +43,7 @@ __all__ = [
     "sample",
     "task",
     "vectorized",
+    "with_frozen",
     "with_public",
 ]
 
@@ -157,7 +159,7 @@ def curve(
     Raises:
       InputError: numbers of rounds or names of hyperparameters are invalid.
     """
-    validate.rounds(rounds, eval_every, 0, None, 1)
+    validate.rounds(rounds, eval_every, 0, None, 1, program.most_rounds)
     for name in traced:
         choose("traced hyperparameter", name, program.traced)
     if program.task is not None:  # else of several runs, which have a key each

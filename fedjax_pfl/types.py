@@ -59,6 +59,8 @@ class Federation(NamedTuple):
     placement: Any = None
     # as of `Data`; no result may depend on it, which a test checks
     mask_fill: Examples | None = None
+    # arrays of `Frozen.values` of the task's models, see `engine.frozen`
+    frozen: tuple[Array, ...] | None = None
 
 
 class Data(NamedTuple):
@@ -115,6 +117,17 @@ class Network(NamedTuple):
     bn_mask: PyTree
 
 
+class Frozen(NamedTuple):
+    """Variables of a model that nobody trains: one copy, whatever the number of
+    clients."""
+
+    values: PyTree
+    # values -> the functions `features`, `head` and `apply` of the model
+    functions: Callable[[PyTree], tuple[Callable[..., Any], ...]]
+    # trained variables -> variables of the network without adapters
+    merge: Callable[[PyTree], PyTree]
+
+
 class Model(NamedTuple):
     """A classifier: pure functions over {"body": params, "head": params, "stats":
     statistics}."""
@@ -130,6 +143,8 @@ class Model(NamedTuple):
     # module?
     bn_mask: PyTree
     num_features: int  # K
+    # variables that are not among those above; in a round they are its arguments
+    frozen: Frozen | None = None
 
 
 class Client(NamedTuple):
@@ -188,7 +203,7 @@ class Task(NamedTuple):
     sampling: Callable[[Array, Array, "History"], Array] | None = None
     # (client id, round) -> Work; None: all clients have the task's local work
     work: Callable[[Array, Array], "Work"] | None = None
-    # further scores of logits, names in `evaluation.METRICS`
+    # further scores of logits, names in `evaluation.METRICS`, or perplexity
     metrics: tuple[str, ...] = ()
     # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
     # None: that of the mean loss
@@ -259,6 +274,11 @@ class History(NamedTuple):
     # (ids [d]) -> [d], mean loss on a client's training examples of the model that it
     # would use before the round; computed where it is called
     loss: Callable[[Array], Array]
+    # of every client's rounds so far: their number [N] int32, the last one [N] int32
+    # (-1 before the first) and its mean training loss [N] (0 before the first)
+    participations: Array
+    last_round: Array
+    last_loss: Array
 
 
 class State(NamedTuple):

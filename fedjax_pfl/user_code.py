@@ -24,12 +24,13 @@ CALLS = {  # arguments of a function of each kind
     "loss": "(logits, y, mask)",
     "mix": "(key, x, labels, mask)",
     "sampling": "(key, round, history)",
+    "speeds": "(id)",
 }
 # prefixes of other names
 _BUILT_IN = tuple(
     f"{name}:"
     for name in (
-        *("npz", "tfds", "file", "blocks", "natural"),
+        *("npz", "tfds", "file", "blocks", "natural", "pretrained"),
         *(
             "label_smoothing",
             "focal",

@@ -74,7 +74,7 @@ with on(platform), ahead.prepared(target) as (sharding, _):
         program = simulate.program(toy.METHODS[name], task, width=4, checked=False)
         for step in (True, False):
             try:
-                federation = toy.federation()
+                federation = simulate.with_frozen(toy.federation(), task)
                 ahead.lower(program, federation, sharding, step=step).compile()
             except Exception as error:
                 part = "round" if step else "evaluation"

@@ -351,11 +351,10 @@ def test_every_upload_is_transformed(method):
 def test_state_is_float32_in_programs_of_64_bits(method):
     """Also where jax_enable_x64 makes float64 the type of arrays that name none; and
     what is drawn is what is drawn without it."""
-    key, f = jax.random.key(0), toy.federation()
+    key, task = jax.random.key(0), toy.method_task(method)
+    f = simulate.with_frozen(toy.federation(), task)
     with jax.enable_x64(True):
-        program = simulate.program(
-            toy.METHODS[method], toy.method_task(method), checked=False
-        )
+        program = simulate.program(toy.METHODS[method], task, checked=False)
         init, state = jax.make_jaxpr(program.init, return_shape=True)(
             key, program.traced
         )
@@ -452,8 +451,12 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
     table |= dict.fromkeys(
         ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones
     )
+    table["pfedlora"] = (8 * 4 + 4 * C) * ones
+    ranks = np.array([2, 1, 1, 2])
+    of_ranks = head + (6 + 8) * ranks
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
+        "hetlora": (of_ranks, of_ranks + 1),  # up the norm of its product
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho

@@ -12,7 +12,7 @@ import pytest
 import toy
 from jax.interpreters import partial_eval
 
-from fedjax_pfl import hyperparameters
+from fedjax_pfl import hyperparameters, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 
 KEY = jax.random.key(0)
@@ -68,7 +68,8 @@ class Traced:
 
     @functools.cached_property
     def jaxprs(self):
-        args = (KEY, self.program.traced, toy.federation(), self._init[1], jnp.int32(1))
+        f = simulate.with_frozen(toy.federation(), self.program.task)
+        args = (KEY, self.program.traced, f, self._init[1], jnp.int32(1))
         make = {"init": lambda: self._init[0]}
         make["round"] = lambda: jax.make_jaxpr(self.program.round)(
             *args, jnp.bool(True)

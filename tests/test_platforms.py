@@ -77,6 +77,28 @@ def test_step_after_a_clients_last_changes_nothing():
     np.testing.assert_array_equal(mean, [1, 1, 0])
 
 
+def test_static_loops_give_the_same_results():
+    with on("gpu"):
+        expected = one_round("fedavg", WIDTH, epochs=2)
+        with local_training.loop("static"):
+            found = one_round("fedavg", WIDTH, epochs=2)
+    toy.assert_close(found, expected, 1e-6)
+
+
+def test_static_loops_have_no_condition_on_data():
+    program = toy.program("fedavg", toy.task(epochs=2), width=WIDTH)
+    state = program.init(jax.random.key(5), program.traced)
+    given = (program.traced, toy.federation(), state, np.int32(0), np.bool_(True))
+    count = {}
+    for kind in local_training.LOOPS:
+        with on("gpu"), local_training.loop(kind):
+            traced = jax.make_jaxpr(lambda *x: program.round(*x))(
+                jax.random.key(0), *given
+            )
+        count[kind] = str(traced).count("while[")
+    assert count["static"] < count["dynamic"]
+
+
 def test_compiler_chooses_the_layout_of_examples(monkeypatch):
     task = toy.task()
     program = toy.program("fedavg", task)

@@ -10,6 +10,9 @@ import toy
 from sklearn import metrics as sklearn
 
 from fedjax_pfl import evaluation
+from fedjax_pfl.engine import validate
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Client, Data, Examples
 
 RNG = np.random.default_rng(0)
 P = RNG.dirichlet(np.ones(4), 40).round(2).astype(np.float32)  # with ties
@@ -56,3 +59,21 @@ def test_a_run_has_them_before_and_after_local_training():
     run = toy.train("fedavg", toy.task(metrics=("auc", "f1")), 1)
     for scores in (run.last, run.metrics.post):
         assert np.isfinite(scores["auc"]).any() and np.isfinite(scores["f1"]).any()
+
+
+def test_the_perplexity_of_equal_logits_is_the_number_of_classes():
+    y = jnp.asarray(RNG.integers(0, 7, 20), jnp.int32)
+    rows = jnp.arange(12)
+    data = Data(Examples(y[:, None], y), rows, jnp.int32(9), lambda x: x)
+    given = dict.fromkeys(Client._fields) | {"test": data, "class_counts": jnp.ones(7)}
+    c, names = Client(**given), ("perplexity",)
+    score = lambda logits: evaluation.client(
+        c, lambda x, _: logits(x[:, 0]), metrics=names
+    )["perplexity"]
+    same = score(lambda y: jnp.zeros((len(y), 7)))
+    np.testing.assert_allclose(same, 7, rtol=1e-6)
+    sure = score(lambda y: 50.0 * jax.nn.one_hot(y, 7))
+    np.testing.assert_allclose(sure, 1, rtol=1e-6)
+    with pytest.raises(InputError, match="labels that are classes"):
+        real = jax.ShapeDtypeStruct((2,), np.float32)
+        validate.task(toy.task()._replace(label=real, metrics=names))

@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from fedjax_pfl import augment, local_training, losses, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.registry import EXCLUDES, ON_TARGETS
-from fedjax_pfl.engine import sampling
+from fedjax_pfl.engine import host_state, sampling
 from fedjax_pfl.engine.method import EXCLUDED
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Work
@@ -39,7 +39,8 @@ each_method = pytest.mark.parametrize(
 
 def trace(method, **options):
     """Traces a round of a method; nothing is computed."""
-    task, f = toy.method_task(method)._replace(**options), toy.federation()
+    task = toy.method_task(method)._replace(**options)
+    f = simulate.with_frozen(toy.federation(), task)
     program = toy.program(toy.METHODS[method], task)
     state = jax.eval_shape(program.init, KEY, program.traced)
     given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))
@@ -289,6 +290,38 @@ def test_state_in_host_memory_gives_no_losses():
     task = TASK._replace(participation=(0.4, 0.4), sampling=choice)
     with pytest.raises(InputError, match=r"`history\.loss` needs the state"):
         sampling.sample(KEY, task)
+
+
+def least_recent(key, t, history):
+    """Draws the two clients whose last round is longest ago."""
+    order = jnp.argsort(history.last_round)
+    return jnp.zeros(toy.N).at[order[:2]].set(1)
+
+
+@pytest.mark.parametrize("make", [simulate.program, host_state.program])
+def test_own_sampling_reads_what_clients_did_before(make):
+    task = TASK._replace(participation=(0.4, 0.4), sampling=least_recent)
+    program, f = make("fedavg", task, checked=False), toy.federation()
+    *results, last = simulate.rounds(program, KEY, f, rounds=4)
+    drawn = [set(r.metrics.ids.tolist()) for r in results]
+    assert drawn == [{0, 1}, {2, 3}, {0, 4}, {1, 2}]
+    record = last.state.server
+    assert record.participations.tolist() == [2, 2, 2, 1, 1]
+    assert record.last_round.tolist() == [2, 3, 3, 1, 2]
+    losses = np.zeros(toy.N)
+    for r in results:
+        losses[r.metrics.ids] = r.metrics.loss
+    toy.assert_same(record.last_loss, losses.astype(np.float32))
+
+
+def test_a_sampling_that_reads_no_record_has_none():
+    task = TASK._replace(participation=(0.4, 0.4))
+    choice = sampling.power_of_choice(TASK.sizes, 3)
+    by_size = lambda key, t, history: jnp.asarray(TASK.sizes)
+    assert not any(
+        sampling.reads_record(task._replace(sampling=x)) for x in (choice, by_size)
+    )
+    assert sampling.reads_record(task._replace(sampling=least_recent))
 
 
 def test_a_schedule_scales_the_learning_rate_of_each_round():

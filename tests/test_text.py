@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
-from scipy.special import erf
+from scipy.special import erf, softmax
 
 from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -251,15 +251,19 @@ def test_the_loss_and_the_scores_are_over_tokens():
     model = models.model(
         fixed, (8,), data.num_classes, input_dtype=jnp.int32, positions=8
     )
-    task = simulate.task(data, f, model, lr=1e-9, batch_size=4)
+    task = simulate.task(data, f, model, lr=1e-9, batch_size=4, metrics=("perplexity",))
     program = simulate.program(ALGORITHMS["fedavg"], task)
     key = jax.random.key(0)
     *_, last = simulate.rounds(program, key, f, rounds=1)
     head = program.init(key, program.traced).server["head"]
     guess = int(np.argmax(head["bias"] + head["kernel"].sum(0)))
     rows = [clients.test[i][: clients.test_sizes[i]] for i in range(3)]
-    wanted = [np.mean(data.y[r][data.y[r] >= 0] == guess) for r in rows]
+    labels = [data.y[r][data.y[r] >= 0] for r in rows]
+    wanted = [np.mean(y == guess) for y in labels]
     np.testing.assert_allclose(last.pre["acc"], wanted, rtol=1e-6)
+    p = softmax(head["bias"] + head["kernel"].sum(0))
+    wanted = [np.exp(-np.mean(np.log(p[y]))) for y in labels]
+    np.testing.assert_allclose(last.pre["perplexity"], wanted, rtol=1e-5)
 
 
 class Constant(nnx.Module):

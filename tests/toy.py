@@ -110,6 +110,7 @@ TASKS: dict = {
     }
 }
 NETS = {"mlp": tiny_mlp, "norm": norm_net, "dropout": drop_net, "linear": nets.linear}
+LORA = models.lora(3, where="dense")
 
 
 def slow(*values: Any):
@@ -138,6 +139,8 @@ def task(net: str = "mlp", **options: Any) -> Task:
 
 @functools.cache
 def _model(net: Any, bn_stats: str) -> Model:
+    if net == "lora":
+        return models.adapted(tiny_mlp, LORA, SHAPE, C)
     return models.model(net, SHAPE, C, bn_stats=bn_stats)
 
 
@@ -147,14 +150,15 @@ def _task(net: str, **options: Any) -> Task:
     if "model" in options:
         options["models"] = (options.pop("model"),)
     given, small = (
-        {"models": (_model(NETS[net], bn_stats),)},
+        {"models": (_model(NETS.get(net, net), bn_stats),)},
         _model(small_mlp, bn_stats),
     )
     return testing.task(**(given | {"shared": small, "public": POOL} | options))
 
 
 def net_of(method: str) -> str:
-    return {"fedbn": "norm", "fedap": "norm", "mocha": "linear"}.get(method, "mlp")
+    nets = {"fedbn": "norm", "fedap": "norm", "mocha": "linear", "hetlora": "lora"}
+    return nets.get(method, "mlp")
 
 
 @functools.cache
@@ -280,7 +284,9 @@ def train(
         steps,
         program,
         key,
-        federation() if federation_ is None else federation_,
+        simulate.with_frozen(
+            federation() if federation_ is None else federation_, given
+        ),
         begin,
         rounds,
     )

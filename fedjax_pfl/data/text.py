@@ -169,6 +169,7 @@ def using(dataset: Dataset, words: tuple[str, ...]) -> Dataset:
     assert dataset.words is not None
     known = {word: i for i, word in enumerate(words)}
     number = np.array([known.get(w, UNKNOWN) for w in dataset.words], np.int32)
+    number[PADDING] = PADDING
     found = dataset._replace(x=number[dataset.x], words=words)
     if dataset.positions is not None:
         y = np.where(dataset.y >= 0, number[dataset.y], -1)

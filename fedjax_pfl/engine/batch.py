@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import frozen, validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.program import Program
@@ -48,7 +48,7 @@ def vectorized(
         if p.task is not None:
             validate.federation(p.task, f)
     federations = [
-        f._replace(placement=p.placement)
+        frozen.with_frozen(f, p.task)._replace(placement=p.placement)
         for p, f in zip(programs, federations, strict=True)
     ]
     if len(set(map(_shapes, federations))) > 1:
@@ -129,10 +129,16 @@ def _stacked(federations: Sequence[Federation]) -> tuple[Federation, Federation]
     axes: dict[str, int | None] = {}
     for name in Federation._fields:
         values = [getattr(f, name) for f in federations]
-        shared = all(value is values[0] for value in values)
+        shared = all(_same(value, values[0]) for value in values)
         whole[name] = values[0] if shared else stack(values)
         axes[name] = None if shared else 0
     return Federation(**whole), Federation(**axes)  # type: ignore[arg-type]
+
+
+def _same(a: PyTree, b: PyTree) -> bool:
+    """Returns True for trees of the same arrays, by identity."""
+    pairs = (jax.tree.leaves(tree) for tree in (a, b))
+    return [id(x) for x in next(pairs)] == [id(x) for x in next(pairs)]
 
 
 def _shapes(tree: PyTree) -> Any:

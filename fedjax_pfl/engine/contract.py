@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.engine import frozen
 from fedjax_pfl.errors import ContractError, InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import (
@@ -23,7 +24,7 @@ from fedjax_pfl.types import (
 
 # names of metrics that the tables of results use
 RESERVED = (
-    *("round", "participants", "loss", "traffic", "work"),
+    *("round", "participants", "loss", "traffic", "work", "clock", "staleness"),
     *("pre", "post", "post_latest", "val", "unseen", "unseen_post"),
 )
 # suffixes of a score's statistics over clients
@@ -186,7 +187,9 @@ def abstract(task: Task) -> Federation:
     train, val, test = splits
     counts = array(n, task.num_classes)
     y = array(n, *task.label.shape, dtype=task.label.dtype)
-    return Federation(Examples(x, y), train, val, test, counts, public)
+    held = tuple(array(*x.shape, dtype=x.dtype) for x in frozen.values(task)) or None
+    examples = Examples(x, y)
+    return Federation(examples, train, val, test, counts, public, frozen=held)
 
 
 def difference(wanted: PyTree, found: PyTree) -> str | None:

@@ -28,6 +28,8 @@ class Exposed(NamedTuple):
     server: list[str]
     stateless: bool  # the server keeps nothing between rounds
     up: int  # largest number of scalars that a client is counted to send
+    # largest sum of scalars and integers that it is counted to receive and send
+    numbers: int
     encrypted: bool  # the round counts ciphertexts, too
 
 
@@ -83,9 +85,10 @@ def exposed(
         if min(read, default=secret) < secret
     ]
     given = jax.tree.leaves(_filled(task, inputs))
-    at = len(names) + 1  # Traffic.up follows Traffic.down
-    up = _evaluated(closed, at, given, secret)
-    return Exposed(seen, leaks, not names, up, traffic.encrypted is not None)
+    at = len(names)  # of Traffic.down, up and ints
+    down, up, ints = (_evaluated(closed, at + i, given, secret) for i in range(3))
+    numbers, encrypted = down + up + ints, traffic.encrypted is not None
+    return Exposed(seen, leaks, not names, up, numbers, encrypted)
 
 
 def check_per_example(

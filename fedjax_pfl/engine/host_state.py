@@ -95,7 +95,7 @@ def program(
         evaluated: Array,
     ) -> tuple[State, Round]:
         validate.state(state, like)
-        ids, active = jax.device_get(draw(on.placement, key, t))
+        ids, active = jax.device_get(draw(on.placement, key, t, server=state.server))
         rows = here(state, ids, on.lengths)
         new, known = train(key, traced, federation, rows, ids, active, t, evaluated)
 

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl import evaluation, hyperparameters, optimizers
 from fedjax_pfl.algorithms import SEVERAL_ARCHITECTURES
 from fedjax_pfl.averaging import BODY_AND_HEAD
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import contract, frozen, sampling
 from fedjax_pfl.errors import ArchitectureError, ContractError, InputError
 from fedjax_pfl.types import Algorithm, Array, PyTree, Task
 
@@ -47,9 +47,9 @@ def bound(
     task: Task,
     hparams: dict[str, Any],
     lr_decay: float,
-) -> tuple[Callable[[Traced, Array | int], Algorithm], dict[str, float]]:
-    """Returns the method as a function of its traced hyperparameters and the round, and
-    the values of these hyperparameters.
+) -> tuple[Callable[..., Algorithm], dict[str, float]]:
+    """Returns the method as a function of its traced hyperparameters, the round and the
+    task's frozen variables, and the values of these hyperparameters.
 
     Raises:
       InputError: the method does not take the hyperparameters, the task, or the
@@ -60,6 +60,7 @@ def bound(
     hparams = hyperparameters.defaults(factory) | hparams
     _check(factory, task, hparams)
     task = task._replace(optimizer=optimizers.in_param_types(task.optimizer))
+    recorded = sampling.reads_record(task)
     traced = {
         name: float(value)
         for name, value in hparams.items()
@@ -68,7 +69,9 @@ def bound(
     static = {name: value for name, value in hparams.items() if name not in traced}
     values = traced | {"lr": float(task.lr), "lr_decay": float(lr_decay)}
 
-    def algorithm(given: Traced, t: Array | int) -> Algorithm:
+    def algorithm(
+        given: Traced, t: Array | int, held: tuple[Array, ...] | None = None
+    ) -> Algorithm:
         free = {
             name: jnp.asarray(value, jnp.float32)
             for name, value in (values | given).items()
@@ -77,8 +80,10 @@ def bound(
         lr = lr * decay ** jnp.asarray(t, jnp.float32)
         if task.schedule is not None:
             lr = lr * task.schedule(jnp.asarray(t))
+        here = task if held is None else frozen.bind(task, held)
         with contract.named(factory):
-            made = factory(task._replace(lr=lr), **static, **free)
+            made = factory(here._replace(lr=lr), **static, **free)
+            made = sampling.remembered(made, task.num_clients) if recorded else made
         return made._replace(headline=headline(task, made))
 
     return algorithm, values

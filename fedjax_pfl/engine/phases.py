@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.engine import distributed
+from fedjax_pfl.engine import distributed, frozen
 from fedjax_pfl.engine.batch import lowered
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.results import Result
@@ -51,7 +51,8 @@ def phases(
     for i, (program, federation) in enumerate(zip(programs, federations, strict=True)):
         alike: object = i
         if not program.on_host:
-            placed = federation._replace(placement=program.placement)
+            placed = frozen.with_frozen(federation, program.task)
+            placed = placed._replace(placement=program.placement)
             alike = lowered(program, placed)
         if alike not in made:
             made[alike] = compiled(program, key, federation, eval_every=eval_every)

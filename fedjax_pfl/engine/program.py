@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
-from fedjax_pfl.engine import contract, exposure, validate
+from fedjax_pfl.engine import contract, exposure, frozen, validate
 from fedjax_pfl.engine.cohort import Cohort, Transform
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.placement import (
@@ -61,7 +61,7 @@ class Parts(NamedTuple):
     [S, ...]."""
 
     init: Callable[..., State]  # (key, traced) -> State[N], rows by client id
-    # (placement, key, t, loss) -> ids and active of the round
+    # (placement, key, t, loss=, server=) -> ids and active of the round, as `sample`
     draw: Callable[..., tuple[Array, Array]]
     # (key, traced, federation, State, ids, active, t, evaluated)
     train: Callable[..., tuple[State, Round]]
@@ -98,6 +98,7 @@ class Program(NamedTuple):
     on_host: bool = False
     task: Task | None = None
     method: Callable[..., Algorithm] | None = None
+    most_rounds: int | None = None  # None: any number
 
 
 def program(
@@ -153,7 +154,7 @@ def program(
     if task.per_example is not None:
         exposure.check_per_example(parts, factory, task, hparams)
     algorithm, _ = bound(factory, task, hparams, lr_decay)
-    found = _program(on, task, devices, algorithm)._replace(method=factory)
+    found = from_parts(on, task, devices, algorithm)._replace(method=factory)
     if checked:
         contract.check_shapes(
             task, found.traced, found.init, found.round, found.evaluate
@@ -161,9 +162,10 @@ def program(
     return found
 
 
-def _program(
+def from_parts(
     on: Parts, task: Task, devices: int, algorithm: Callable[..., Algorithm]
 ) -> Program:
+    """Returns the program of its functions for the rows of a cohort."""
     n, mesh = task.num_clients, on.mesh
     everybody = max(task.cohort_sizes) == n  # then rows need no gather
     whole = segments(task, n, devices)
@@ -202,7 +204,7 @@ def _program(
         t: Array,
         evaluated: Array,
     ) -> tuple[State, Round]:
-        key, traced, federation, state, t, evaluated = _free(
+        key, traced, federation, state, t, evaluated = free(
             mesh, key, traced, federation, state, t, evaluated
         )
         home = rows(federation.placement)
@@ -213,7 +215,7 @@ def _program(
             here = State(state.server, home.gather(state.clients, ids, (len(ids),)))
             return on.losses(key, traced, federation, here, ids, t, (len(ids),))
 
-        ids, active = on.draw(home.where, key, t, loss)
+        ids, active = on.draw(home.where, key, t, loss=loss, server=state.server)
         at = sharded(home.of(ids), mesh, P())
         here = state.clients
         if not everybody:
@@ -232,7 +234,7 @@ def _program(
     def evaluate(
         key: Array, traced: Traced, federation: Federation, state: State, t: Array
     ) -> dict[str, Array]:
-        key, traced, federation, state, t = _free(
+        key, traced, federation, state, t = free(
             mesh, key, traced, federation, state, t
         )
         return of_all(on.score, key, traced, federation, state, t)
@@ -247,13 +249,13 @@ def _program(
         x: Array,
     ) -> PyTree:
         validate.client(task, id, x)
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, federation.frozen)
         group = int(task.architecture[int(id)]) if len(task.models) > 1 else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
         alone = Cohort(
             federation,
-            task,
+            frozen.bind(task, federation.frozen),
             ids,
             ids >= 0,
             key=keys.clients_key(key, t),
@@ -318,7 +320,7 @@ def parts(
     ) -> Cohort:
         return Cohort(
             f,
-            task,
+            frozen.bind(task, f.frozen),
             ids,
             active,
             key=keys.clients_key(key, t),
@@ -339,10 +341,10 @@ def parts(
         return jax.tree.map(jnp.copy, drawn)
 
     def draw(
-        where: Placement | None, key: Array, t: Array, *loss: Callable[[Array], Array]
+        where: Placement | None, key: Array, t: Array, **past: Any
     ) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
-        ids, active = sample(stream, task, t, *loss)
+        ids, active = sample(stream, task, t, **past)
         return arrange(task, where, ids, active, devices)
 
     def train(
@@ -355,10 +357,10 @@ def parts(
         t: Array,
         evaluated: Array,
     ) -> tuple[State, Round]:
-        key, traced, f, here, ids, active = _free(
+        key, traced, f, here, ids, active = free(
             mesh, key, traced, f, here, ids, active
         )
-        method = algorithm(traced, t)
+        method = algorithm(traced, t, f.frozen)
         present = cohort(key, f, ids, active, t, evaluated, lengths)
         stream = keys.fold(keys.round_key(key, t), keys.Round.SERVER)
         with contract.named(factory, "round"):
@@ -367,7 +369,7 @@ def parts(
             new, metrics = result
             sent = (method.traffic or traffic.uploads)(here, present, metrics)
         known = (metrics.loss, metrics.post, metrics.clients, metrics.server)
-        return new, Round(*known, sent, ids, active, _finite(new, len(ids), lengths))
+        return new, Round(*known, sent, ids, active, finite(new, len(ids), lengths))
 
     def score(
         key: Array,
@@ -378,8 +380,8 @@ def parts(
         t: Array,
         lengths: tuple[int, ...],
     ) -> dict[str, Array]:
-        key, traced, f, here, ids = _free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t)
+        key, traced, f, here, ids = free(mesh, key, traced, f, here, ids)
+        method = algorithm(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
             return evaluation.client(
@@ -405,8 +407,8 @@ def parts(
         t: Array,
         lengths: tuple[int, ...],
     ) -> Array:
-        key, traced, f, here, ids = _free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t)
+        key, traced, f, here, ids = free(mesh, key, traced, f, here, ids)
+        method = algorithm(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> Array:
             predictor = method.predict(here.server, row, c)
@@ -419,12 +421,12 @@ def parts(
     return Parts(init, draw, train, score, losses, traced, where, lengths, mesh)
 
 
-def _free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:
+def free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:
     """Returns the arguments without the mesh in the arrays' types."""
     return arguments if mesh is None else without_mesh(arguments)
 
 
-def _finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
+def finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
     """Returns where the client's row and the server's state are finite, [count]."""
     server = trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
     if len(lengths) == 1:

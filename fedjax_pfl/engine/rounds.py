@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from fedjax_pfl.engine import distributed, memory, validate
+from fedjax_pfl.engine import distributed, frozen, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
@@ -94,6 +94,7 @@ def _arguments(
     """Returns key, traced hyperparameters and federation as the compiled functions take
     them."""
     traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
+    federation = frozen.with_frozen(federation, program.task)
     if not program.on_host:
         federation = federation._replace(placement=program.placement)
     if program.mesh is None:
@@ -244,7 +245,8 @@ def _steps(
 ) -> Iterator[tuple[int, State | None, Round | None, dict[str, np.ndarray] | None]]:
     """Yields the fields of each Result, with padding and without a check that they are
     finite."""
-    validate.rounds(rounds, eval_every, start, state, state_every)
+    most = program.most_rounds
+    validate.rounds(rounds, eval_every, start, state, state_every, most)
     key, traced, federation = arguments(program, key, federation, run)
     if state is None:
         state = run.init(key, traced, federation.placement)

@@ -1,13 +1,24 @@
 """Sampling of the clients of a round."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import trees, uploads
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, History, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Cohort,
+    History,
+    Metrics,
+    PyTree,
+    State,
+    Task,
+)
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
@@ -17,6 +28,58 @@ def shares(task: Task) -> tuple[float, float]:
     rounding to whole clients."""
     low, high = (size / task.num_clients for size in task.cohort_sizes)
     return low, high
+
+
+class Remembered(NamedTuple):
+    """State.server of a method whose `Task.sampling` reads what clients did before."""
+
+    method: PyTree  # the method's own
+    participations: Array  # [N], as of `types.History`, like the others
+    last_round: Array
+    last_loss: Array
+
+
+def first(n: int, server: PyTree = None) -> Remembered:
+    """Returns the record before the first round."""
+    never = jnp.full(n, -1, jnp.int32)
+    return Remembered(server, jnp.zeros(n, jnp.int32), never, jnp.zeros(n))
+
+
+def reads_record(task: Task) -> bool:
+    """Returns whether `Task.sampling` reads a record of earlier rounds."""
+    n, own = task.num_clients, task.sampling
+    if own is None:
+        return False
+
+    def weights(key: Array, t: Array, record: Remembered) -> Array:
+        none = lambda ids: jnp.zeros(ids.shape)
+        return jnp.asarray(own(key, t, History(jnp.int32(1), none, *record[1:])))
+
+    given = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(weights)(*given, jax.eval_shape(lambda: first(n))).jaxpr
+    record = {id(x) for x in jaxpr.invars[2:]}
+    read = [x for e in jaxpr.eqns for x in e.invars] + list(jaxpr.outvars)
+    return any(id(x) in record for x in read)
+
+
+def remembered(method: Algorithm, n: int) -> Algorithm:
+    """Returns the method with a record of its N clients' rounds in State.server."""
+
+    def init(key: Array) -> State:
+        server, clients = method.init(key)
+        return State(first(n, server), clients)
+
+    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        server, count, *old = state.server
+        inner = State(server, state.clients)
+        new, metrics = method.round(key, inner, cohort)
+        ids, active = cohort.ids, cohort.active
+        now = jnp.full(len(ids), cohort.round, jnp.int32), metrics.loss
+        rows = (count[jnp.minimum(ids, n - 1)] + 1, *now)
+        record = trees.scatter((count, *old), ids, rows, active)
+        return State(Remembered(new.server, *record), new.clients), metrics
+
+    return uploads.over(method, init=init, round=round)
 
 
 def _no_loss(ids: Array) -> Array:
@@ -31,6 +94,7 @@ def sample(
     task: Task,
     round: Array | int = 0,
     loss: Callable[[Array], Array] = _no_loss,
+    server: PyTree = None,
 ) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
@@ -40,13 +104,15 @@ def sample(
 
     Args:
       loss: as of `types.History`.
+      server: State.server, which may have the record of `types.History`.
     """
     n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if task.sampling is not None:
         stream = jax.random.fold_in(key_ids, 1)
-        history = History(number, loss)
+        record = server if isinstance(server, Remembered) else first(n)
+        history = History(number, loss, *record[1:])
         weights = jnp.asarray(task.sampling(stream, jnp.asarray(round), history))
         if weights.shape != (n,):
             raise InputError(

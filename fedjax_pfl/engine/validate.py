@@ -12,7 +12,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
-from fedjax_pfl.evaluation import METRICS
+from fedjax_pfl.evaluation import METRICS, PERPLEXITY
 from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Model, Task
 
@@ -58,7 +58,9 @@ def task(given: Task) -> Task:
         )
     optimizer(given.optimizer)
     for name in given.metrics:
-        choose("metric", name, METRICS)
+        choose("metric", name, (*METRICS, PERPLEXITY))
+    if PERPLEXITY in given.metrics and np.dtype(given.label.dtype).kind not in "iu":
+        raise InputError("The metric perplexity needs labels that are classes.")
     return given
 
 
@@ -154,10 +156,15 @@ def layout(lr_decay: Any, width: Any, devices: Any) -> None:
 
 
 def rounds(
-    rounds: Any, eval_every: Any, start: Any, state: Any, state_every: Any
+    rounds: Any,
+    eval_every: Any,
+    start: Any,
+    state: Any,
+    state_every: Any,
+    most: int | None = None,
 ) -> None:
     """Raises InputError for numbers of rounds out of range."""
-    check("rounds", rounds, 0, LARGEST, whole=True)
+    check("rounds", rounds, 0, LARGEST if most is None else most, whole=True)
     check("eval_every", eval_every, 0, math.inf, whole=True)
     check("state_every", state_every, 1, math.inf, whole=True)
     check("start", start, 0, rounds, whole=True)

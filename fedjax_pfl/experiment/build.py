@@ -1,10 +1,11 @@
 """Experiments from settings: data, partition, networks, task and program."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from absl import logging
 from chex import Numeric
 
 from fedjax_pfl import (
+    clock,
     compression,
     local_training,
     server_optimizer,
@@ -26,6 +28,7 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import (
     datasets,
+    features,
     federate,
     images,
     marks,
@@ -36,21 +39,26 @@ from fedjax_pfl.data import (
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
 from fedjax_pfl.engine import (
+    asynchronous,
     batch,
     distributed,
+    exposure,
     host_state,
     placement,
+    program as engine,
     unseen,
     validate,
 )
 from fedjax_pfl.engine.method import headline
+from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
-from fedjax_pfl.models import MODELS, nnx_model
-from fedjax_pfl.models.registry import TEXT
+from fedjax_pfl.models import MODELS, nnx_model, pretrained
+from fedjax_pfl.models.adapted import adapted, parse as parse_adaptation
+from fedjax_pfl.models.registry import TEXT, Factory
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
 
@@ -79,6 +87,7 @@ class Experiment:
       planned: local steps and examples of each client in a round, [N] each.
       examples: counts of the data set: used, available, and of its whole.
       marks: type of mark on each client's images, without --marks empty.
+      schedule: arrivals of an asynchronous run.
       member: index in a batch of experiments that is one program; None: it is alone.
       batch: number of experiments in the batch.
     """
@@ -98,6 +107,7 @@ class Experiment:
     examples: dict[str, int]
     marks: tuple[str, ...] = ()
     unseen: Unseen | None = None
+    schedule: Schedule | None = None
     member: int | None = None
     batch: int = 1
 
@@ -106,14 +116,21 @@ class Experiment:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
 
-    def precision(self) -> Any:
-        """Returns the context in which programs are traced, of matmul_precision."""
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Sets `matmul_precision` and `loop` for the programs traced in the context."""
         wanted = self.config.matmul_precision
-        return jax.default_matmul_precision(None if wanted == "default" else wanted)
+        precision = None if wanted == "default" else wanted
+        with (
+            jax.default_matmul_precision(precision),
+            local_training.loop(self.config.loop),
+        ):
+            yield
 
     def on_one_device(self) -> simulate.Program:
         """Returns the program on one device, for the same states by client id."""
-        return make_program(self.config.replace(client_memory="device"), self.task)
+        config = self.config.replace(client_memory="device")
+        return make_program(config, self.task, self.schedule)
 
     def state_shapes(self) -> State:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
@@ -142,7 +159,7 @@ class Experiment:
         given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
 
         def run(x: Any) -> PyTree:
-            with self.precision():
+            with self.tracing():
                 return predict(*given, jnp.asarray(x))
 
         return run
@@ -173,27 +190,36 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     warn_of_data(config, unmarked)
     _, of = architectures(config.model, len(everybody.train))
     trained, others = draw_unseen(config, of)
-    if dataset.words is not None:  # the vocabulary of the clients that train
-        own = select(everybody, trained)
-        dataset = tokens.restricted(dataset, flat(own.train, own.train_sizes))
+    if dataset.words is not None:
+        dataset = with_vocabulary(config, dataset, select(everybody, trained))
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     task = make_task(config, dataset, everybody)
     if public is not None:
         task = simulate.with_public(task, public)
+    if config.feature_cache is not None:
+        given = task, dataset, public
+        task, dataset, public = features.cached(*given, dtype=config.feature_cache)
     partition, everyone = select(everybody, trained), task
     task = unseen.among(everyone, trained)
     task = task._replace(sampling=task_options.sampling(config, task))
     validate.batches(task)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
+    schedule = None
+    if (rule := task_options.rule(config)) is not None:
+        schedule = timetable(config, task, rule, trained)
+        task = asynchronous.task_of(task, rule)
     config = lay_out(config, task)
-    program = with_validation(make_program(config, task, laid_out=True), partition)
+    program = make_program(config, task, schedule, laid_out=True)
+    program = with_validation(program, partition)
     federation = federate.federate(dataset, partition, room, public)
+    federation = simulate.with_frozen(federation, task)
     away = None
     if len(others):
         rows = select(everybody, others)
         theirs = federate.others(federation, dataset, rows, room)
+        theirs = theirs._replace(frozen=federation.frozen)
         away = Unseen(others, rows, theirs, unseen.among(everyone, others))
         unseen_scorer(config, task, away)
     factory, hparams = method(config)
@@ -214,6 +240,35 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
         marks=kinds,
         unseen=away,
+        schedule=schedule,
+    )
+
+
+def timetable(
+    config: Config, task: Task, rule: asynchronous.Rule, trained: np.ndarray
+) -> Schedule:
+    """Returns the schedule of an asynchronous run.
+
+    Args:
+      task: with the participation of the settings.
+      trained: ids of the clients that train among all.
+    """
+    given = config.speeds, config.bandwidths
+    everybody = clock.clients(*given, int(config.clients or 0), config.seed)
+    speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
+    if config.bandwidths is not None:
+        factory, hparams = method(config)
+        found = exposure.exposed(engine.parts, factory, task, hparams)
+        sent = 4 * found.numbers
+    if given != (None, None):
+        _, examples = local_training.planned(task, task.sizes)
+        times = clock.seconds(speeds, examples, sent)
+    return arrivals(
+        task,
+        jax.random.key(config.seed),
+        rounds=max(config.rounds, 1),
+        buffer=rule.buffer,
+        seconds=times,
     )
 
 
@@ -223,14 +278,28 @@ _load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
 def load_data(config: Config) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples."""
     seed = config.seed if user_code.named(config.dataset) else 0
+    tokenizer, folders = config.tokenizer, pretrained.folders(config.model)
+    if tokenizer is None and folders:
+        tokenizer = pretrained.tokenizer(folders[0])
     return _load(
         config.dataset,
         config.data_dir,
         seed,
-        tokenizer=config.tokenizer,
+        tokenizer=tokenizer,
         max_length=config.max_length,
         image_size=config.image_size,
     )
+
+
+def with_vocabulary(
+    config: Config, dataset: datasets.Dataset, trained: Partition
+) -> datasets.Dataset:
+    """Returns a data set of tokens with the vocabulary of the pretrained network, else
+    that of the clients that train."""
+    folders = pretrained.folders(config.model)
+    if folders:
+        return tokens.using(dataset, pretrained.words(folders[0]))
+    return tokens.restricted(dataset, flat(trained.train, trained.train_sizes))
 
 
 def usual_model(dataset: datasets.Dataset) -> str:
@@ -246,7 +315,9 @@ def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
     own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
     names, _ = architectures(config.model, config.clients or 1)
     embedding = {factory.__name__ for factory in TEXT}
-    as_numbers = not all(user_code.named(x) or x in embedding for x in names)
+    as_numbers = not all(
+        user_code.named(x) or x in embedding or pretrained.folder(x) for x in names
+    )
     for sentence in datasets.unusual(dataset, as_numbers) if own else ():
         logging.warning("%s", sentence)
 
@@ -347,13 +418,20 @@ _private = functools.cache(
 
 
 def make_program(
-    config: Config, task: Task, *, laid_out: bool = False
+    config: Config,
+    task: Task,
+    schedule: Schedule | None = None,
+    *,
+    laid_out: bool = False,
 ) -> simulate.Program:
     """Returns the program of a task, on one device unless it is `laid_out`."""
     factory, hparams = method(config)
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
     if laid_out:
         options |= {"width": int(config.width), "devices": int(config.devices)}
+    rule = task_options.rule(config)
+    if rule is not None and schedule is not None:
+        return asynchronous.program(factory, task, rule, schedule, hparams, **options)
     make = host_state.program if config.client_memory == "host" else simulate.program
     return make(factory, task, hparams, **options)
 
@@ -474,7 +552,8 @@ def network_names(config: Config, num_clients: int) -> np.ndarray:
 
 def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
     """Returns a network for the prepared inputs of a data set."""
-    text.choose("model", name, MODELS)
+    if pretrained.folder(name) is None:
+        text.choose("model", name, MODELS)
     example = datasets.prepared(dataset)
     options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
     given = (name, example.shape[1:], dataset.num_classes, *options)
@@ -483,15 +562,65 @@ def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
     }
+    if config.adapt is not None:
+        more |= {"adapt": config.adapt, "base": config.base}
     if not user_code.named(name):
         return _known(*given, **more)
     with user_code.blamed("model", name):
-        made = nnx_model.model(*given, **more)
+        made = _made(*given, **more)
         validate.model(made, dataset)
     return made
 
 
-_known = functools.cache(nnx_model.model)  # one trace for all runs of a sweep
+def _made(
+    name: str,
+    shape: tuple[int, ...],
+    num_classes: int,
+    bn_stats: str,
+    conv: str,
+    compute_dtype: str,
+    features: int | None,
+    adapt: str | None = None,
+    base: str | None = None,
+    **more: Any,
+) -> Model:
+    """Makes a network, adapted if `adapt` is given.
+
+    The base of an adapted network is `base`, a run, else the weights of its folder."""
+    options = more | {"bn_stats": bn_stats, "conv": conv, "features": features}
+    options |= {"compute_dtype": compute_dtype}
+    folder = pretrained.folder(name)
+    if adapt is None and folder is not None:
+        return pretrained.model(folder, shape, num_classes, **options)
+    if adapt is None:
+        return nnx_model.model(name, shape, num_classes, **options)
+    factory: Factory | str = name
+    variables = None if base is None else base_variables(base)
+    if folder is not None:
+        found = pretrained.load(folder)
+        factory = found.factory
+        variables = variables or found.variables
+    how = parse_adaptation(adapt)
+    return adapted(factory, how, shape, num_classes, base=variables, **options)
+
+
+_known = functools.cache(_made)  # one trace for all runs of a sweep
+
+
+@functools.cache  # one copy for all networks
+def base_variables(path: str) -> PyTree:
+    """Returns the variables of the model that the clients of a finished run shared.
+
+    Raises:
+      InputError: the run has no checkpoint, or its clients shared no body.
+    """
+    from fedjax_pfl.experiment import results  # made of experiments
+
+    server = server_optimizer.plain(results.load(path).state().server)
+    if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
+        raise InputError(f"--base={path} has no model that its clients shared.")
+    parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
+    return jax.tree.map(jnp.asarray, parts)
 
 
 def num_parameters(model: Model) -> int:
@@ -521,15 +650,27 @@ def optimizer(
 
 
 def check_growth(e: Experiment, before: int) -> None:
-    """Raises InputError if a method has a schedule over the rounds, which grew."""
+    """Raises InputError if a method has a schedule over the rounds, which grew, or an
+    asynchronous run needs more versions of the server than before."""
+    if e.config.rounds == before:
+        return
     texts = set()
-    for rounds in {before, e.config.rounds}:
+    plain = dataclasses.replace(e, schedule=None)
+    for rounds in (before, e.config.rounds):
         task = e.task._replace(rounds=rounds)
-        program = dataclasses.replace(e, task=task).on_one_device()
-        federation = e.federation._replace(placement=program.placement)
+        program = dataclasses.replace(plain, task=task).on_one_device()
+        federation = simulate.with_frozen(e.federation, task)
+        federation = federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))
     if len(texts) > 1 or e.config.schedule != "constant":
         raise InputError(f"{e.config.algo} has a schedule over --rounds={before}.")
+    if e.schedule is not None:
+        kept = 1 + e.schedule.slot[: max(before, 1)].max()
+        if kept != e.schedule.slots:
+            raise InputError(
+                f"--asynchronous kept {kept} versions of the server until --rounds="
+                f"{before}, and {e.schedule.slots} are needed for {e.config.rounds}."
+            )
 
 
 def digests(e: Experiment) -> dict[str, str]:
@@ -538,12 +679,18 @@ def digests(e: Experiment) -> dict[str, str]:
     names, _ = architectures(c.model, len(e.everybody.train))
     code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
     code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
+    # features differ in their last bits between devices
+    data = e.unmarked if c.feature_cache else e.dataset
+    base = jax.tree.leaves(base_variables(c.base)) if c.base else []
+    weights = " ".join(map(pretrained.digest, pretrained.folders(c.model)))
     return {
-        "data": _digest(e.dataset.x, e.dataset.y),
+        "data": _digest(data.x, data.y),
         "public": _digest(*public),
         "networks": _digest("\n".join(e.networks).encode()),
         "partition": digest(e.everybody),
         "code": user_code.digest(code) or "",
+        **({"base": _digest(*base)} if base else {}),
+        **({"weights": weights} if weights else {}),
     }
 
 

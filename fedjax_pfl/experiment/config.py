@@ -23,8 +23,10 @@ from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
-from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same
+from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
 from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
+from fedjax_pfl.models import pretrained
+from fedjax_pfl.models.adapted import parse as parse_adaptation
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.privacy import differential_privacy
 from fedjax_pfl.privacy.attacks import ATTACKS
@@ -140,10 +142,28 @@ class Config:
         "draw of a round's clients: uniform, size, power_of_choice:CANDIDATES, or "
         "FILE.py:FUNCTION of (key, round, history) that returns weights",
     )
+    asynchronous: str | None = _field(
+        None,
+        "the server updates whenever clients arrive, a round being an update: "
+        "fedasync:ALPHA, or fedbuff:BUFFER:RATE for so many clients per update",
+    )
+    staleness: str = _field(
+        "polynomial:0.5",
+        "weight of --asynchronous by staleness: constant, polynomial:A or hinge:A:B",
+    )
+    speeds: str | None = _field(
+        None,
+        "examples per second of local training, for simulated time: a number, "
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, file:PATH with one per client, or "
+        "FILE.py:FUNCTION of the id",
+    )
+    bandwidths: str | None = _field(
+        None, "Mbit/s of each client both ways, for simulated time, like --speeds"
+    )
     metrics: str = _field(
         "acc",
         "scores: acc, and further ones of auc, ap, balanced_accuracy, "
-        "ece, f1, as acc,auc",
+        "ece, f1, perplexity, as acc,auc",
     )
     momentum: Annotated[float, Interval(ge=0, lt=1)] = _field(0.0, "momentum of sgd")
     weight_decay: Annotated[float, Ge(0)] = _field(
@@ -183,11 +203,15 @@ class Config:
     dp_sampling: Literal["fixed", "poisson"] = _field(
         "fixed", "sampling of clients that the accountant of --dp assumes"
     )
+    tuned: bool = _field(
+        False, "the learning rate that validation chose for the method in the preset"
+    )
     drop_last: bool = _field(False, "skip the short last batch of an epoch")
     model: str = _field(
         "auto",
         "network; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
-        "or file:PATH with a name per client; FILE.py:FUNCTION for your own",
+        "or file:PATH with a name per client; FILE.py:FUNCTION for your own; "
+        "pretrained:FOLDER for weights of Hugging Face",
     )
     features: int | None = _field(
         None, "feature dimension K of every network, by adaptive average pooling"
@@ -205,8 +229,24 @@ class Config:
     matmul_precision: Literal["default", "float32", "tensorfloat32", "bfloat16"] = (
         _field("default", "precision of matrix products and convolutions")
     )
+    loop: Literal["dynamic", "static"] = _field(
+        "dynamic", "trip counts of local epochs", free=True
+    )
     init_from: str | None = _field(
         None, "run directory whose last checkpoint has the variables to start from"
+    )
+    adapt: str | None = _field(
+        None,
+        "train these parameters of a frozen network: lora:RANK, ffa_lora:RANK (also "
+        "with :attention, :dense or :all), head, bias, norms or prompt:TOKENS",
+    )
+    base: str | None = _field(
+        None,
+        "frozen network of --adapt: the shared model of a run directory, or a folder "
+        "of Hugging Face",
+    )
+    feature_cache: Literal["float32", "bfloat16"] | None = _field(
+        None, "compute the features of --adapt=head once, and store them in this dtype"
     )
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = _field(0, "random seed")
     eval_every: Annotated[int, Interval(ge=0, le=_MOST)] = _field(
@@ -274,6 +314,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values |= _by_partition(values.get("partition", Config.partition), values, given)
     algo = text.choose("algo", values["algo"], ALGORITHMS)
     known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
+    if values.get("tuned") and given.get("lr") is None:
+        if (lr := tuned(name, algo)) is None:
+            raise InputError(f"--tuned: {algo} has no tuned rate in preset {name}.")
+        values["lr"] = lr
     own = typed(find(algo), given.get("hparams", {}))
     values["hparams"] = known.get(algo, {}) | own
     return complete(Config(**values))
@@ -324,13 +368,39 @@ def complete(config: Config) -> Config:
     if (config.server_optimizer is None) != (config.server_lr is None):
         raise InputError("--server_optimizer and --server_lr need each other.")
     participation(config.participation)
+    if config.asynchronous is not None:
+        _check_asynchronous(config)
     attack(config)
     compression(config)
+    if config.adapt is not None:
+        parse_adaptation(config.adapt)
+    if config.adapt is None and config.base is not None:
+        raise InputError("--base needs --adapt.")
+    if config.base is not None and pretrained.is_folder(config.base):
+        model = pretrained.PREFIX + config.base
+        config = config.replace(model=model, base=None)
+    if config.feature_cache is not None and config.adapt != "head":
+        raise InputError("--feature_cache needs --adapt=head.")
     config = _with_noise(config)
     for name in ("width", "devices"):
         if getattr(config, name) not in ("auto", "all"):
             check(name, parse(int, name, getattr(config, name)), 1, math.inf)
     return config
+
+
+def _check_asynchronous(config: Config) -> None:
+    """Raises InputError for settings that need rounds of a whole cohort."""
+    low, high = participation(config.participation)
+    known = {
+        "a range of --participation": low != high,
+        "--sampling": config.sampling != "uniform",
+        "--aggregate": config.aggregate != "mean",
+        "--server_optimizer": config.server_optimizer is not None,
+        "--dp": config.dp is not None,
+        "--client_memory=host": config.client_memory == "host",
+    }
+    if excluded := [name for name, given in known.items() if given]:
+        raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
 
 
 def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,13 @@ PATH.npz (NumPy) and PATH.msgpack (Flax) hold the variables of the network that 
 client predicts with before local training: body, head and running statistics. Where a
 method combines several networks they hold what the server and the client store. PATH is
 RUN/client-3, or --output. The lines that load them are printed.
+
+With --peft the folder RUN/client-3-peft, or --output, has a LoRA adapter of a network
+of Hugging Face and the client's head, as the library peft loads them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,14 @@ from fedjax_pfl import architectures, averaging, simulate
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, method
-from fedjax_pfl.types import Algorithm, Client, PyTree, State, Task
+from fedjax_pfl.models import peft, pretrained
+from fedjax_pfl.models.adapted import parse
+from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, State, Task
 
 FLAGS = {
     "client": cli.Flag(int, "index of the client, from 0"),
     "output": cli.Flag(str, "path of the files without their suffix"),
+    "peft": cli.Flag(bool, "write the LoRA adapter as the library peft loads it"),
 }
 LINES = """# client {client} after {rounds} rounds: {count:,} numbers
 from pathlib import Path
@@ -32,7 +38,11 @@ content = Path('{file}').read_bytes()
 variables = serialization.msgpack_restore(content)"""
 NETWORK = """
 import fedjax_pfl
-network = fedjax_pfl.model({arguments})
+network = fedjax_pfl.model({arguments})"""
+OF_RUN = """
+from fedjax_pfl.experiment import results
+network = results.load('{path}').experiment.task.models[{index}]"""
+CALL = """
 logits, _ = network.apply(variables, x)  # prepared inputs [B, ...]"""
 
 
@@ -43,30 +53,49 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Any:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
     """
     check("client", client, 0, e.task.num_clients - 1, whole=True)
+
+    def kept(predictor: Any, server: PyTree, row: PyTree, c: Client) -> Predictor:
+        if getattr(predictor, "func", None) is averaging.logits:
+            _, found = predictor.args
+        else:
+            own = architectures.select(server, c.architecture)
+            found = {"server": own, "client": row}
+        return lambda x, mask: found
+
+    x = e.dataset.x[e.partition.test[client][:1]]
+    return serialization.to_state_dict(of_client(e, state, t, client, x, kept))
+
+
+def of_client(
+    e: Experiment,
+    state: State,
+    t: int,
+    client: int,
+    x: Any,
+    change: Callable[[Any, PyTree, PyTree, Client], Predictor],
+) -> PyTree:
+    """Returns what a changed predictor of one client returns for x [B, *input], raw.
+
+    Args:
+      state: after `t` rounds, as `RunDirectory.restore` returns it.
+      change: (predictor, server, the client's row, c) -> the predictor to call.
+    """
     inner, hparams = method(e.config)
 
     def factory(task: Task, **hparams: Any) -> Algorithm:
         made = inner(task, **hparams)
 
-        def predict(server: PyTree, row: PyTree, c: Client) -> Any:
-            predictor = made.predict(server, row, c)
-            if getattr(predictor, "func", None) is averaging.logits:
-                _, found = predictor.args  # type: ignore[attr-defined]
-            else:
-                own = architectures.select(server, c.architecture)
-                found = {"server": own, "client": row}
-            return lambda x, mask: found
+        def predict(server: PyTree, row: PyTree, c: Client) -> Predictor:
+            return change(made.predict(server, row, c), server, row, c)
 
         return made._replace(predict=predict)
 
     factory = functools.wraps(inner)(factory)
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, hparams, **options)
-    x = e.dataset.x[e.partition.test[client][:1]]
     given = (e.key, program.traced, e.federation, program.place(state), t, client, x)
-    with e.precision():
-        found = jax.jit(program.predict, static_argnums=5)(*given)
-    return serialization.to_state_dict(jax.device_get(found))
+    with e.tracing():
+        return jax.device_get(jax.jit(program.predict, static_argnums=5)(*given))
 
 
 def write(path: str | Path, client: int, output: str | None = None) -> str:
@@ -83,10 +112,39 @@ def write(path: str | Path, client: int, output: str | None = None) -> str:
     lines = LINES.format(client=client, rounds=t, count=count, file=file)
     if "server" in tree:
         return lines
-    c, x = e.config, e.task.prepared
-    given = f"'{e.networks[client]}', {x.shape[1:]}, {e.task.num_classes}"
+    c, x, name = e.config, e.task.prepared, str(e.networks[client])
+    if c.adapt or pretrained.folder(name) or e.dataset.vocabulary:
+        index = int(e.task.architecture[client])
+        return lines + OF_RUN.format(path=run.path, index=index) + CALL
+    given = f"'{name}', {x.shape[1:]}, {e.task.num_classes}"
     given += f", '{c.bn_stats}', features={c.features}, input_dtype='{x.dtype}'"
-    return lines + NETWORK.format(arguments=given)
+    return lines + NETWORK.format(arguments=given) + CALL
+
+
+PEFT = """# client {client} after {rounds} rounds
+from peft import PeftModel
+network = PeftModel.from_pretrained(network, '{folder}')  # of {base}"""
+
+
+def write_adapter(path: str | Path, client: int, output: str | None = None) -> str:
+    """Writes a client's adapter in peft's layout and returns the lines that load it.
+
+    Raises:
+      InputError: the run is not one of LoRA on a folder of Hugging Face, or the method
+        combines several networks.
+    """
+    run = results.load(path)
+    e, (t, state) = run.experiment, run.checkpoint
+    c, base = e.config, pretrained.folder(str(e.networks[client]))
+    if base is None or c.base is not None or "lora" not in (c.adapt or ""):
+        raise InputError("--peft needs a run of --adapt=lora on a Hugging Face folder.")
+    tree = exported(e, state, t, client)
+    if "server" in tree:
+        raise InputError(f"--peft needs one network, and {c.algo} combines several.")
+    folder = Path(output or run.path / f"client-{client}-peft")
+    model = e.task.models[int(e.task.architecture[client])]
+    peft.save(folder, base, model, tree, parse(str(c.adapt)).scale)
+    return PEFT.format(client=client, rounds=t, folder=folder, base=base)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,5 +152,6 @@ def main(argv: Sequence[str]) -> int:
     parsed = cli.parse(argv, FLAGS, __doc__ or "")
     if len(parsed.words) != 1 or "client" not in parsed.given:
         raise InputError("Give one run directory, and --client.")
-    print(write(parsed.words[0], parsed.given["client"], parsed.given.get("output")))
+    make = write_adapter if parsed.given.get("peft") else write
+    print(make(parsed.words[0], parsed.given["client"], parsed.given.get("output")))
     return 0

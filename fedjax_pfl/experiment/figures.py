@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, metrics, results
+from fedjax_pfl.experiment import attention, cli, metrics, results
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
@@ -23,7 +23,10 @@ from fedjax_pfl.experiment.results import Run
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"),
 )
-FLAGS = {"output": Flag(str, "folder (default: figures in the directory of the runs)")}
+FLAGS = {
+    "output": Flag(str, "folder (default: figures in the directory of the runs)"),
+    "attention": Flag(int, "client of one run whose test images get Grad-CAM"),
+}
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
     "font.size": 10,
@@ -45,6 +48,10 @@ BY_ROUND = (("pre", "completed", "rounds"), ("post", "completed", "rounds"))
 BY_COST = (
     ("pre", "megabytes", "MB sent and received"),
     ("pre", "seconds", "seconds of training"),
+)
+BY_UPLOAD = (
+    ("pre", "uploaded", "MB sent by clients"),
+    ("post", "uploaded", "MB sent by clients"),
 )
 _CLIENTS = 200  # drawn at most of a partition
 
@@ -100,7 +107,7 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
         name = "loss" if point == "train" else score
         for label, rows in here[here["score"] == name].groupby("label", sort=False):
             seeds, runs = rows.groupby("completed"), rows["run"].nunique()
-            means = seeds[["macro", "std", *results.COSTS]].mean()
+            means = seeds[["macro", "std", "uploaded", *results.COSTS]].mean()
             means["std"] = seeds["macro"].std() if runs > 1 else means["std"]
             means = means[seeds.size() == runs]  # rounds that all have
             x, mean, std = means[[column, "macro", "std"]].to_numpy().T
@@ -110,6 +117,17 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
             axes.axhline(floor["macro"].mean(), label=results.FLOOR, **_BASELINE)
         axes.set(title=_TITLES[point], xlabel=xlabel)
     return _finish(figure, every[0], f"test {score}, mean over clients")
+
+
+def uploads(table: pd.DataFrame, score: str) -> Figure:
+    """Draws the mean over clients by what they have sent, a curve per label, without
+    bands."""
+    figure = curves(table, score, BY_UPLOAD)
+    for axes in figure.axes:
+        axes.set_xscale("log", nonpositive="mask")
+        for band in list(axes.collections):
+            band.remove()
+    return figure
 
 
 def of_run(run: Run) -> Figure:
@@ -204,6 +222,8 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     same = [run for run in runs if run.headline[0] == score]
     table = results.frame(same)
     found = {"clients": clients(same), "costs": curves(table, score, BY_COST)}
+    if any(run.config.get("compress") for run in same):
+        found["uploads"] = uploads(table, score)
     if (own := own_values(same)) is not None:
         found["values"] = own
     drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)
@@ -222,6 +242,12 @@ def main(argv: Sequence[str]) -> int:
     drawn = figures(runs)
     if len(runs) == 1:  # needs the data
         drawn["partition"] = partition(runs[0].experiment.task.class_counts)
+    if "attention" in given:
+        if len(runs) > 1:
+            raise InputError("--attention needs one run.")
+        drawn["attention"] = attention.figure(
+            attention.maps(runs[0], given["attention"])
+        )
     for name, figure in drawn.items():
         figure.savefig(folder / f"{name}.png")
         figure.savefig(folder / f"{name}.pdf")

@@ -54,6 +54,7 @@ TITLES = {
     "clients": "clients",
 }
 OWN = "method"  # in scores.jsonl: the method's own values of a round's participants
+CLOCK = "clock/seconds"  # simulated seconds of a round of an asynchronous run
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 OF = "@"  # in a score of one architecture's clients: acc@lenet
 _SHARES = {"acc", "accuracy", "recall", "bal", "auc", "ap", "f1", "ece"}
@@ -181,6 +182,8 @@ def row(
     if m is not None:
         if e.config.dp is not None:
             found["epsilon"] = epsilon(e, result.round + 1)
+        if e.schedule is not None:
+            found[CLOCK] = _duration(e.schedule.seconds, result.round)
         for name, x in zip(("steps", "examples"), e.planned, strict=True):
             found[f"work/{name}"] = int(x[m.ids[m.active]].sum())
         post = {}
@@ -198,6 +201,11 @@ def row(
             if count := int(np.isfinite(x).sum()):
                 found[f"{point}/{name}_clients"] = count
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
+
+
+def _duration(ends: np.ndarray, number: int) -> float:
+    """Returns the simulated seconds between two updates of an asynchronous server."""
+    return float(ends[number] - (ends[number - 1] if number else 0))
 
 
 def epsilon(e: "Experiment", rounds: int) -> float:

@@ -1,12 +1,15 @@
 """Reconstructs training images from what clients of runs send:
 `fedjax-pfl reconstruct RUN [RUN ...] --images=8`.
 
+RUN is a run directory, or the directory of a sweep.
+
 Each attacked client holds some of its images as its only training examples, takes the
 method's local steps on them in one batch and sends its update. The attacker is the
 server. It knows the update, the method, its own state and the number of images, and
-draws the client's private parameters itself. Printed are PSNR and SSIM of the images,
-matched over the batch, as means over images. Each RUN gets reconstruction.json, and
-reconstruction.png with the original images above the reconstructed ones.
+draws the client's private parameters itself. With --private=known it knows those before
+training, an upper bound. Printed are PSNR and SSIM of the images, matched over the
+batch, as means over images. Each RUN gets reconstruction.json, and reconstruction.png
+with the original images above the reconstructed ones.
 """
 
 import json
@@ -21,7 +24,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.experiment import cli
+from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.privacy import reconstruction
@@ -33,11 +36,15 @@ FLAGS = {
     "round": cli.Flag(int, "0: the first round; else after the last one", 0),
     "attack": cli.Flag(str, ", ".join(reconstruction.ATTACKS), "inverting"),
     "labels": cli.Flag(str, "known, inferred (from the head's bias) or drawn", "known"),
+    "private": cli.Flag(
+        str, "what a client keeps: drawn by the attacker, or known to it", "drawn"
+    ),
     "steps": cli.Flag(int, "steps of the attack's optimizer", 1000),
     "restarts": cli.Flag(int, "random starts of the attack", 1),
     "tv": cli.Flag(float, "weight of the total variation (inverting)", 0.01),
 }
 LABELS = ("known", "inferred", "drawn")
+PRIVATE = ("drawn", "known")
 
 
 def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any]:
@@ -54,6 +61,7 @@ def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any
     """
     given = {name: flag.default for name, flag in FLAGS.items()} | options
     choose("labels", given["labels"], LABELS)
+    choose("private", given["private"], PRIVATE)
     count = given["images"]
     check("images", count, 1, int(np.min(e.task.sizes)), whole=True)
     check("clients", given["clients"], 1, e.task.num_clients, whole=True)
@@ -98,8 +106,9 @@ def _attacked(
             labels = reconstruction.inferred_labels(
                 sent, len(x), e.task.num_classes, scale
             )
-        # what a client keeps is not known to the server
-        row = jax.tree.map(lambda row: row[:1], guess.clients)
+        row = own
+        if given["private"] == "drawn":
+            row = jax.tree.map(lambda row: row[:1], guess.clients)
 
         def simulated(x: jax.Array, y: jax.Array) -> PyTree:
             return send(jax.random.key(1), {}, State(state.server, row), x, y)
@@ -152,7 +161,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     t, state = 0, None
     if options.get("round", 0):
         t, state = directory.restore(e)
-    with e.precision():
+    with e.tracing():
         if state is None:
             program = e.on_one_device()
             state = program.unplace(program.init(e.key, program.traced))
@@ -168,9 +177,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Runs the command `reconstruct` and returns its exit code."""
     parsed = cli.parse(argv, FLAGS, __doc__ or "")
-    if not parsed.words:
-        raise InputError("Give at least one run directory.")
-    rows = [write(path, **parsed.given) for path in parsed.words]
+    rows = [write(run.path, **parsed.given) for run in results.find(parsed.words)]
     table = pd.DataFrame(rows).rename(columns={"psnr": "PSNR (dB)", "ssim": "SSIM"})
     print(table.to_string(index=False, float_format="{:.3g}".format))
     return 0

@@ -22,6 +22,7 @@ from fedjax_pfl.experiment.results import Run
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 FORMATS = ("markdown", "latex", "csv", "html")
+CLOCK = ("speeds", "bandwidths")
 FLAGS = {
     "format": Flag(str, f"one of {', '.join(FORMATS)}", "markdown"),
     "target": Flag(str, "scores whose first round is shown, as 0.8,0.9"),
@@ -30,6 +31,8 @@ FLAGS = {
     ),
     "best": Flag(str, "POINT/SCORE whose best round replaces the last, as val/acc"),
     "cost": Flag(bool, "count floating-point operations; the data must be available"),
+    "speeds": Flag(str, "examples per second of clients, as in run: simulated time"),
+    "bandwidths": Flag(str, "Mbit/s of clients both ways, as in run"),
     "output": Flag(str, "file to write instead of printing"),
 }
 
@@ -88,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError:
         raise InputError("--target must be numbers, as 0.8,0.9.") from None
     runs = results.find(words)
+    clock = {name: x for name, x in given.items() if name in CLOCK}
+    runs = [results.timed(run, clock) for run in runs] if clock else runs
     more = {name: given[name] for name in ("score", "best", "cost") if name in given}
     found = tables(runs, levels, **more)
     texts = [f"{title}\n\n{results.render(x, style)}" for title, x in found.items()]

@@ -8,6 +8,7 @@ data and build networks.
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedjax_pfl import hyperparameters, user_code
+from fedjax_pfl import clock, hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.errors import InputError
@@ -31,7 +32,12 @@ DATA = (
     *("dataset", "data_fraction", "marks", "test_split", "partition", "alpha"),
     *("classes_per_client", "clients", "unseen"),
 )
-COSTS = {"completed": "rounds", "megabytes": "MB", "seconds": "seconds"}
+COSTS = {
+    "completed": "rounds",
+    "megabytes": "MB",
+    "seconds": "seconds",
+    "simulated": "simulated seconds",
+}
 FLOOR = "majority baseline"
 ABOVE = "clients above Local (%)"
 _COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
@@ -129,11 +135,12 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
     """Returns one tidy table of runs: a row per run, round, point and score.
 
     Columns: run (path), label (method and settings in which the runs differ), status,
-    round, completed (rounds of training before the score was taken), megabytes and
-    seconds until then, examples and first_examples (processed by clients until then,
-    and of them in the first round), point, score, the statistics over clients (macro,
-    micro, std, worst10 and best10 by what is better, clients), and every setting;
-    hyperparameters as hparams.NAME.
+    round, completed (rounds of training before the score was taken), megabytes, seconds
+    and simulated seconds until then, uploaded (megabytes that clients sent, integers
+    and ciphertexts whole), examples and first_examples (processed by clients until
+    then, and of them in the first round), point, score, the statistics over clients
+    (macro, micro, std, worst10 and best10 by what is better, clients), and every
+    setting; hyperparameters as hparams.NAME.
     """
     loaded = [run if isinstance(run, Run) else load(run) for run in runs]
     parts = [part for run in loaded if not (part := _tidy(run)).empty]
@@ -158,7 +165,9 @@ def _tidy(run: Run) -> pd.DataFrame:
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
     long.loc[lower, ends] = long.loc[lower, ends[::-1]].to_numpy()
     after, late = _spent(run), long["point"].isin(metrics.AFTER)
-    spent = after.shift(fill_value=0).loc[long["round"]].set_axis(long.index)
+    before = after.shift(fill_value=0)
+    before.loc[:, after.isna().all()] = np.nan
+    spent = before.loc[long["round"]].set_axis(long.index)
     spent[late] = after.loc[long.loc[late, "round"]].set_axis(long.index[late])
     settings = {"run": str(run.path), "status": run.status} | _settings(run.config)
     return pd.concat([long, spent], axis=1).assign(**settings)
@@ -172,10 +181,57 @@ def _spent(run: Run) -> pd.DataFrame:
     spent, rounds = run.summary.get("seconds", {}), run.summary.get("rounds")
     seconds = spent.get("train", np.nan) / (rounds or np.nan)
     table = pd.DataFrame({"completed": (rows["participants"] > 0).astype(int)})
+    down = 4 * rows[["traffic/down", "traffic/public_data"]].sum(axis=1) / 1e6
     table["megabytes"] = (4 * rows[names].sum(axis=1) + rows["traffic/encrypted"]) / 1e6
+    table["uploaded"] = table["megabytes"] - down
     table["seconds"] = table["completed"] * seconds
+    clock = simulated(run)
+    table["simulated"] = np.nan if clock is None else clock.reindex(table.index)
     table["examples"] = rows["work/examples"]
     return table.cumsum().assign(first_examples=rows["work/examples"].iloc[0])
+
+
+def simulated(run: Run) -> pd.Series | None:
+    """Returns the simulated seconds of each round by the run's speeds and bandwidths;
+    None without them.
+
+    A synchronous round ends with its slowest participant, which takes the planned local
+    work and sends a participant's mean traffic.
+    """
+    rows = run.metrics.set_index("round")
+    if metrics.CLOCK in rows:
+        return rows[metrics.CLOCK].fillna(0)
+    given = run.config.get("speeds"), run.config.get("bandwidths")
+    if given == (None, None):
+        return None
+    directory = RunDirectory(run.path)
+    sizes = np.load(run.path / "partition.npz")["train_sizes"]
+    trained = np.delete(
+        np.arange(len(sizes)), directory.read("partition.json")["unseen"]
+    )
+    speeds = clock.clients(*given, len(sizes), run.config["seed"])
+    speeds = clock.Clients(*(None if x is None else x[trained] for x in speeds))
+    plan: Any = types.SimpleNamespace(**run.config, work=None)
+    _, examples = local_training.planned(plan, sizes[trained])
+    counts = rows.reindex(columns=[f"traffic/{name}" for name in _COUNTS]).sum(axis=1)
+    sent = 4 * counts + rows.get("traffic/encrypted", 0)
+    found = dict.fromkeys(rows.index, 0.0)
+    for row in directory.rows("scores.jsonl"):
+        if ids := row.get("ids"):
+            each = sent[row["round"]] / len(ids)
+            found[row["round"]] = clock.seconds(speeds, examples, each)[ids].max()
+    return pd.Series(found).where(rows["participants"] > 0, 0)
+
+
+def timed(run: Run, clock: dict[str, str]) -> Run:
+    """Returns the run with other speeds or bandwidths in its settings.
+
+    Raises:
+      InputError: the run is asynchronous, and depends on its own.
+    """
+    if run.config.get("asynchronous") is not None:
+        raise InputError(f"{run.path} is asynchronous and has its own speeds.")
+    return dataclasses.replace(run, config=run.config | clock)
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -275,9 +331,10 @@ def rounds_to(
 ) -> pd.DataFrame:
     """Returns a table of text: mean rounds, megabytes and seconds to some scores."""
     columns = {}
+    costs = {x: title for x, title in COSTS.items() if table[x].notna().any()}
     for level in levels:
         groups = to_target(table, level, headline).groupby("label", sort=False)
-        for cost, title in COSTS.items():
+        for cost, title in costs.items():
             means = groups[cost].agg(lambda x: x.mean(skipna=False))
             columns[f"{title} to {level:g}"] = means.map(number)
     return pd.DataFrame(columns).replace("", "never").rename_axis("method")

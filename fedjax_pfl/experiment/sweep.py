@@ -218,7 +218,7 @@ def _groups(found: Sequence[Member], at_once: str) -> list[list[Member]]:
         most = settings.parse(int, "runs_at_once", at_once)
     groups: dict[Any, list[Member]] = {}
     for i, (c, directory) in enumerate(found):
-        alone = most == 1 or c.patience or c.client_memory == "host"
+        alone = most == 1 or c.patience or c.asynchronous or c.client_memory == "host"
         key = i if alone else (_kind(c), directory.summary.get("rounds", 0))
         if not complete(directory, c):
             groups.setdefault(key, []).append(found[i])

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl import augment, losses, user_code
+from fedjax_pfl.engine import asynchronous
 from fedjax_pfl.engine.sampling import power_of_choice
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import config as settings
@@ -47,6 +48,17 @@ SAMPLINGS: dict[str, tuple[Callable[..., Any], float]] = {
     "power_of_choice": (lambda value, task: _by_loss(value, task), 0.0),
 }
 
+# {name: (function, types of its numbers)}
+RULES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "fedasync": (asynchronous.fedasync, (float,)),
+    "fedbuff": (asynchronous.fedbuff, (int, float)),
+}
+STALENESS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "constant": (asynchronous.constant, ()),
+    "polynomial": (asynchronous.polynomial, (float,)),
+    "hinge": (asynchronous.hinge, (float, float)),
+}
+
 
 def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
     """Returns fields of `Task` of the settings.
@@ -61,6 +73,24 @@ def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
         "schedule": _named("schedule", config.schedule, SCHEDULES, rounds),
         "metrics": tuple(x for x in config.metrics.split(",") if x != "acc"),
     }
+
+
+def rule(config: settings.Config) -> asynchronous.Rule | None:
+    """Returns the rule of --asynchronous."""
+    if config.asynchronous is None:
+        return None
+    weigh = _made("staleness", config.staleness, STALENESS)
+    return _made("asynchronous", config.asynchronous, RULES)._replace(staleness=weigh)
+
+
+def _made(kind: str, spec: str, known: Mapping[str, tuple[Any, Any]]) -> Any:
+    """Returns the result of NAME:NUMBER:NUMBER by its function and the types of its
+    numbers."""
+    name, *words = spec.split(":")
+    make, types = known[choose(kind, name, known)]
+    if len(words) > len(types) or (name == "fedbuff" and not words):
+        raise InputError(f"--{kind}={spec} has the wrong number of values.")
+    return make(*map(settings.parse, types, [kind] * len(words), words))
 
 
 def sampling(config: settings.Config, task: Task) -> Any:

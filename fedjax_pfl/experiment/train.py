@@ -128,7 +128,7 @@ def compiled(experiments: Sequence[Experiment]) -> simulate.Compiled:
       InputError: the experiments differ in more than traced values.
     """
     config = experiments[0].config
-    with experiments[0].precision():
+    with experiments[0].tracing():
         functions = simulate.compiled(
             *_arguments(experiments),
             eval_every=config.eval_every,
@@ -171,7 +171,7 @@ def _started(
     callbacks: Sequence[Sequence[Any]], experiments: Sequence[Experiment], start: int
 ) -> Iterator[None]:
     """Calls `start` of all callbacks, and `close` in the end."""
-    with contextlib.ExitStack() as stack, experiments[0].precision():
+    with contextlib.ExitStack() as stack, experiments[0].tracing():
         for own, experiment in zip(callbacks, experiments, strict=True):
             for callback in own:
                 if hasattr(callback, "start"):
@@ -334,7 +334,9 @@ def closing(directory: RunDirectory) -> str:
     """Returns the headline, its costs and the published number of a finished run."""
     run = results.load(directory.path)
     table, name = results.last(results.frame([run])), run.headline[0]
-    rows = table[table["score"].isin([name, metrics.baseline(name)])]
+    names = [name, *run.config.get("metrics", "").split(",")]
+    shown_scores = [*names, *map(metrics.baseline, names)]
+    rows = table[table["score"].isin(shown_scores)]
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]

@@ -34,7 +34,7 @@ def start(e: Experiment) -> State:
 
     models = [model._replace(init=warm(model.init)) for model in e.task.models]
     task = e.task._replace(models=tuple(models))
-    program = make_program(e.config.replace(client_memory="device"), task)
+    program = make_program(e.config.replace(client_memory="device"), task, e.schedule)
     traced = {name: jnp.float32(value) for name, value in program.traced.items()}
     state = overlaid(program.unplace(program.init(e.key, traced)), old, taken)
     if not taken:

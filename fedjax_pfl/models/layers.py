@@ -62,7 +62,7 @@ def conv_relu_pool(conv: nnx.Conv, x: Array) -> Array:
     """Computes relu(max_pool(conv(x))) for a convolution of stride 1 with a bias: [B,
     H, W, C] -> [B, H' // 2, W' // 2, O]."""
     block = BLOCKS.get(current_form())
-    if block is None or not isinstance(conv.padding, int):
+    if block is None or not isinstance(conv.padding, int) or type(conv) is not nnx.Conv:
         return jax.nn.relu(conv_pool(conv, x))
     kernel, bias = conv.kernel[...], conv.bias
     shift = jnp.zeros(kernel.shape[-1], x.dtype) if bias is None else bias[...]
@@ -82,6 +82,8 @@ def conv_pool(conv: nnx.Conv, x: Array) -> Array:
     """
     kernel = conv.kernel[...]
     kh, kw, channels, out = kernel.shape
+    if type(conv) is not nnx.Conv:  # it adds to the convolution
+        return max_pool(conv(x))
     many = channels > FEW_IN or out > FEW_OUT
     if many or not isinstance(conv.padding, int) or current_form() in ("matmul", *XLA):
         return max_pool(conv(x))
@@ -244,8 +246,11 @@ class BatchNorm(nnx.BatchNorm):
     one. Rows that are not valid change nothing, NaN included; a batch without a valid
     row leaves the running statistics as they are, and one with a single value a channel
     the running variance. Where `mean` is None there are no running statistics, and the
-    batch's are used at test time too.
+    batch's are used at test time too. Where `still` is set they are not updated, and
+    training normalises by them.
     """
+
+    still = False
 
     def __init__(
         self,
@@ -267,6 +272,7 @@ class BatchNorm(nnx.BatchNorm):
           InputError: its network got a mask and does not hand it on.
         """
         assert self.scale is not None and self.bias is not None
+        train = train and not self.still
         # sums of bfloat16 would lose digits
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype
         axes = tuple(range(x.ndim - 1))

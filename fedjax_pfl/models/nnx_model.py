@@ -95,6 +95,7 @@ def model(
     input_dtype: Any = jnp.float32,
     vocabulary: int | None = None,
     positions: int | None = None,
+    change: Callable[[nnx.Module, nnx.Rngs], None] | None = None,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
 
@@ -122,6 +123,8 @@ def model(
         (`Dataset.vocabulary`).
       positions: labels per example L, likewise (`Dataset.positions`). Features are then
         [B L, K], or [B, L, K] of the body, and outputs [B L, C].
+      change: (body, rngs), changes the body in place after it is made, such as by
+        adding adapters to its layers.
 
     Returns:
       A Model; its variables are {"body": parameters, "head": parameters, "stats": the
@@ -150,7 +153,10 @@ def model(
         _check_parts(module)
         if features is not None:
             module = widened(module, num_classes, features, rngs)
-        return _normalised(module, bn_stats)
+        module = _normalised(module, bn_stats)
+        if change is not None:
+            change(module.body, rngs)  # type: ignore[attr-defined]
+        return module
 
     def init(key: Array) -> PyTree:
         return _parts(build(nnx.Rngs(key)), _nest)

@@ -5,9 +5,6 @@ The GRU and the transformer have features per position [B, L, K] where examples 
 label per position, else their mean over the tokens, [B, K]. Axes: L positions, K
 features, V tokens of the vocabulary."""
 
-import math
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,9 +12,8 @@ from flax import nnx
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Net, Shape
+from fedjax_pfl.models.transformer import ACTIVATIONS, Block, Layout, norm
 from fedjax_pfl.types import Array
-
-MASKED = -1e9  # a logit of attention, finite where all are masked
 
 
 def mean_of_tokens(h: Array, x: Array) -> Array:
@@ -70,90 +66,110 @@ class Recurrent(nnx.Module):
         return mean_of_tokens(h, x) if self.pooled else h
 
 
-class Attention(nnx.Module):
-    """Multi-head self-attention (Vaswani et al., 2017)."""
+class Tokens(nnx.Module):
+    """A transformer of tokens: token and position embeddings, blocks, and a norm unless
+    the blocks end in one.
 
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-        self.qkv = layers.linear(width, 3 * width, rngs)
-        self.out = layers.linear(width, width, rngs)
-        self.heads = heads
+    Features are those of `pool`: "all" positions [B, L, K], or [B, K], the "mean" over
+    the tokens that are not padding, the "first" or the "last" of these; "logits" are
+    outputs [B, L, C] of all positions for the next token.
 
-    def __call__(self, h: Array, seen: Array | None = None) -> Array:
-        """Maps h [B, L, K] to [B, L, K]; seen [B or 1, L, L] says which positions (last
-        axis) a position attends to."""
-        split = lambda a: a.reshape(*a.shape[:2], self.heads, -1)
-        q, k, v = map(split, jnp.split(self.qkv(h), 3, axis=-1))  # [B, L, H, D]
-        logits = jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
-        if seen is not None:
-            logits = jnp.where(seen[:, None], logits, MASKED)
-        weights = jax.nn.softmax(logits, axis=-1)
-        mixed = jnp.einsum("bhij,bjhd->bihd", weights, v)
-        return self.out(mixed.reshape(h.shape))
-
-
-class Block(nnx.Module):
-    """Pre-norm transformer block: h + Attention(LayerNorm(h)), then the same with a
-    perceptron of GELU, dropout on both branches."""
-
-    def __init__(
-        self, width: int, heads: int, hidden: int, rate: float, rngs: nnx.Rngs
-    ):
-        self.norms = nnx.List(
-            [nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs) for _ in range(2)]
-        )
-        self.attention = Attention(width, heads, rngs)
-        self.inner = layers.linear(width, hidden, rngs)
-        self.outer = layers.linear(hidden, width, rngs)
-        self.drop = nnx.Dropout(rate)
-
-    def __call__(
-        self, h: Array, seen: Array | None, train: bool, rngs: nnx.Rngs | None
-    ) -> Array:
-        still = not train or rngs is None
-        drop: Callable[[Array], Array] = lambda a: self.drop(
-            a, deterministic=still, rngs=rngs
-        )
-        h = h + drop(self.attention(self.norms[0](h), seen))
-        inner = jax.nn.gelu(self.inner(self.norms[1](h)), approximate=False)
-        return h + drop(self.outer(inner))
-
-
-class Causal(nnx.Module):
-    """Token and learned position embeddings, causal pre-norm blocks, a layer norm."""
+    Attributes:
+      causal: a position attends to none after it.
+      masked: token 0 is padding, to which no position attends.
+    """
 
     def __init__(
         self,
         vocabulary: int,
         length: int,
-        width: int,
         depth: int,
-        heads: int,
-        rate: float,
-        pooled: bool,
+        layout: Layout,
         rngs: nnx.Rngs,
+        *,
+        pool: str = "all",
+        causal: bool = True,
+        masked: bool = True,
+        first_norm: bool = False,
+        pooler: str = "",
+        tied: bool = True,
+        outputs: int | None = None,
     ):
+        """Makes the layers.
+
+        Args:
+          vocabulary: V.
+          length: rows of the table of positions, at least L; without use where the
+            layout is rotary.
+          depth: number of blocks.
+          layout: of a block.
+          rngs: for the initialisation.
+          pool: as above.
+          causal: as above.
+          masked: as above.
+          first_norm: the embeddings are normalised.
+          pooler: activation of a linear layer after the pooling; "": there is none.
+          tied: "logits" are products with the token embeddings, else of a layer of
+            their own.
+          outputs: C of "logits", the first ones of V; None: V.
+        """
         small = nnx.initializers.normal(0.02)
+        width = layout.width
         self.embedding = nnx.Embed(vocabulary, width, embedding_init=small, rngs=rngs)
-        self.places = nnx.Param(small(rngs.params(), (length, width)))
-        self.drop = nnx.Dropout(rate)
-        self.blocks = nnx.List(
-            [Block(width, heads, 4 * width, rate, rngs) for _ in range(depth)]
-        )
-        self.norm = nnx.LayerNorm(width, epsilon=1e-5, rngs=rngs)
-        self.pooled = pooled
+        if not layout.rotary:
+            self.places = nnx.Param(small(rngs.params(), (length, width)))
+        self.drop = nnx.Dropout(layout.rate)
+        self.blocks = nnx.List([Block(layout, rngs) for _ in range(depth)])
+        if first_norm:
+            self.first_norm = norm(layout, rngs)
+        if not layout.post_norm:
+            self.norm = norm(layout, rngs)
+        if pooler:
+            self.pooler = layers.linear(width, width, rngs)
+        if pool == "logits" and not tied:
+            self.unembed = layers.linear(width, vocabulary, rngs, use_bias=False)
+        self.pool, self.activation = pool, pooler
+        self.causal, self.masked = causal, masked
+        self.outputs = vocabulary if outputs is None else outputs
 
     def __call__(
         self, x: Array, train: bool = False, rngs: nnx.Rngs | None = None
     ) -> Array:
         still = not train or rngs is None
-        h = self.embedding(x) + self.places[...][None]
+        length = x.shape[1]
+        h = self.embedding(x)
+        if hasattr(self, "places"):
+            h = h + self.places[...][None, :length]
+        if hasattr(self, "first_norm"):
+            h = self.first_norm(h)
         h = self.drop(h, deterministic=still, rngs=rngs)
-        past = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        seen = past[None] & (x != 0)[:, None]
+        seen = jnp.ones((1, length, length), bool)
+        if self.causal:
+            seen = jnp.tril(seen)
+        if self.masked:
+            seen = seen & (x != 0)[:, None]
         for block in self.blocks:
             h = block(h, seen, train, rngs)
-        h = self.norm(h)
-        return mean_of_tokens(h, x) if self.pooled else h
+        if hasattr(self, "norm"):
+            h = self.norm(h)
+        h = self._pooled(h, x)
+        if hasattr(self, "pooler"):
+            h = ACTIVATIONS[self.activation](self.pooler(h))
+        return h
+
+    def _pooled(self, h: Array, x: Array) -> Array:
+        if self.pool == "mean":
+            return mean_of_tokens(h, x)
+        if self.pool == "first":
+            return h[:, 0]
+        if self.pool == "last":
+            at = jnp.max(jnp.where(x != 0, jnp.arange(x.shape[1])[None], 0), axis=1)
+            return jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
+        if self.pool == "logits":
+            own = hasattr(self, "unembed")
+            logits = self.unembed(h) if own else self.embedding.attend(h)
+            return logits[..., : self.outputs]
+        return h
 
 
 def embedding(vocabulary: int, features: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -218,6 +234,7 @@ def transformer(
     """Causal transformer of tokens: learned positions, 2 pre-norm blocks of 4 heads,
     dropout 0.1, K = 64."""
     size = check_tokens("transformer", input_shape, vocabulary)
-    pooled = positions is None
-    body = Causal(size, input_shape[0], features, depth, heads, rate, pooled, rngs)
+    pool = "all" if positions is not None else "mean"
+    layout = Layout(features, heads, 4 * features, rate)
+    body = Tokens(size, input_shape[0], depth, layout, rngs, pool=pool)
     return Net(body, layers.linear(features, num_classes, rngs))

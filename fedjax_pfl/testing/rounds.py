@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.engine import placement, program
+from fedjax_pfl.engine.frozen import with_frozen
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
@@ -104,7 +105,7 @@ def subject(
         jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0)
     )
     f = federation(input=task.input, public=task.public, label=task.label)
-    f = f._replace(mask_fill=fill)
+    f = with_frozen(f, task)._replace(mask_fill=fill)
     # init's few operations are those of other methods
     functions = (made.init, jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *functions, State(None, None), options)
@@ -148,6 +149,7 @@ def arguments(
 ) -> tuple[Any, ...]:
     traced = s.traced | {name: np.float32(value) for name, value in traced.items()}
     f, state = federation or s.federation, s.start if state is None else state
+    f = with_frozen(f, s.task)
     options = s.options if options is None else options
     key = jax.random.key(7) if key is None else key
     return key, traced, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
@@ -167,6 +169,7 @@ def evaluate(
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
+    f = with_frozen(f, s.task)
     return jax.device_get(
         s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t))
     )

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from benchmarks import latents
-from experiment import made
-from fedjax_pfl.experiment import figures, results
+from experiment import made, runs
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import attention, figures, results
 
 
 def lines(figure, panel=0):
@@ -37,6 +38,17 @@ def test_curves_are_means_over_seeds(sweep):
     assert before["majority baseline"][1][0] == 0.25
     assert len(drawn["curves"].axes[0].collections) == 2  # bands
     np.testing.assert_allclose(lines(drawn["costs"])["fedavg"][0], np.arange(4) * 0.006)
+
+
+def test_compressed_runs_are_drawn_by_what_clients_sent(tmp_path):
+    for name in ("top_k:0.1", "qsgd:4"):
+        made.run(tmp_path / name, compress=name)
+    drawn = figures.figures(results.find([tmp_path]))["uploads"]
+    found = lines(drawn)["fedavg, compress=qsgd:4"]
+    np.testing.assert_allclose(found[0], np.arange(4) * 0.002)
+    np.testing.assert_allclose(found[1], [0.5, 0.6, 0.7, 0.8])
+    assert {axes.get_xscale() for axes in drawn.axes} == {"log"}
+    assert not any(axes.collections for axes in drawn.axes)
 
 
 def test_clients_are_drawn_from_the_worst_to_the_best(sweep):
@@ -83,6 +95,41 @@ def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     names = ("curves", "clients", "costs")
     assert written == {f"{x}.{kind}" for x in names for kind in ("png", "pdf")}
     assert "curves.png" in capsys.readouterr().out
+
+
+def test_attention_has_a_row_per_prediction():
+    image, maps = np.ones((3, 8, 8, 1)), np.zeros((3, 4, 4))
+    figure = attention.figure({"image": image, "global": maps, "all": maps + 2})
+    drawn = [axes.images for axes in figure.axes]
+    assert [len(images) for images in drawn] == [1] * 3 + [2] * 6
+    assert drawn[8][1].get_extent() == [-0.5, 7.5, 7.5, -0.5]
+
+
+NET = """
+from fedjax_pfl.models import layers, nets
+
+def net(input_shape, num_classes, rngs):
+    body = nets.Conv("net", input_shape, (4,), (2,), (6,), rngs)
+    return nets.Net(body, layers.linear(6, num_classes, rngs))
+"""
+
+
+@pytest.mark.slow
+def test_attention_is_that_of_each_head(tmp_path):
+    """FedCP scores both heads alone; their maps are drawn before the sum's."""
+    path, file = tmp_path / "run", tmp_path / "net.py"
+    file.write_text(NET)
+    given = [*runs.SMALL, f"--model={file}:net", "--algo=fedcp", "--rounds=1"]
+    assert runs.run(*given, f"--workdir={path}") == 0
+    assert figures.main([str(path), "--attention=1"]) == 0
+    assert (path / "figures" / "attention.png").stat().st_size
+    found = attention.maps(results.load(path), 1, images=3)
+    assert list(found) == ["image", "global", "personal", "all"]
+    assert all(np.isfinite(x).all() and len(x) == 3 for x in found.values())
+    assert found["all"].max() > 0 and found["all"].min() == 0
+    assert np.any(found["global"] != found["personal"])
+    with pytest.raises(InputError, match="attention"):
+        attention.maps(results.load(path), 5)
 
 
 def test_probes_find_what_each_latent_holds():

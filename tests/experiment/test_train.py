@@ -11,8 +11,9 @@ import toy
 from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment
 from fedjax_pfl.data import partition
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import callbacks, warm_start
-from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.build import build, check_growth
 from fedjax_pfl.experiment.config import BY_FILE, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.train import complete, execute, standard_callbacks, train
@@ -120,6 +121,13 @@ def test_a_schedule_over_the_rounds_cannot_grow(tmp_path, capsys):
     assert run("--algo=fedphp", *SMALL, "--rounds=1", path) == 0
     assert run("--resume", "--rounds=2", path) == 2
     assert "schedule over --rounds=1" in capsys.readouterr().err
+
+
+def test_a_run_with_a_schedule_resumes_with_the_same_rounds():
+    e = build(CONFIG.replace(schedule="cosine"))
+    check_growth(e, e.config.rounds)
+    with pytest.raises(InputError, match="schedule over"):
+        check_growth(e, e.config.rounds + 1)
 
 
 def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):

@@ -1,9 +1,14 @@
 """Flags of what is done to uploads."""
 
 import inspect
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+import toy
 
+from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config
@@ -18,6 +23,32 @@ def test_without_options_the_method_is_the_registered_one():
     """Its program is then the plain one."""
     factory, hparams = method(resolved())
     assert factory is find("fedavg") and not hparams
+
+
+def round_of(config):
+    """The jaxpr of a round of a toy task, as text."""
+    factory, hparams = method(config)
+    program = simulate.program(factory, toy.task(), hparams)
+    key, t, known = jax.random.key(0), jnp.int32(1), jnp.bool(True)
+    state = jax.eval_shape(program.init, key, program.traced)
+    given = (key, program.traced, toy.federation(), state, t, known)
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(program.round)(*given)))
+
+
+OPTIONS = [
+    {"malicious": "0.4:sign_flip"},
+    {"aggregate": "krum"},
+    {"compress": "top_k:0.1"},
+    {"dp": "client", "dp_noise": 1.0},
+]
+
+
+def test_the_plain_round_has_nothing_of_the_options():
+    """Its jaxpr is the same after others were traced, which are all larger."""
+    plain = round_of(resolved())
+    longer = [round_of(resolved(**given)) for given in OPTIONS]
+    assert all(len(text) > len(plain) for text in longer)
+    assert round_of(resolved()) == plain
 
 
 def test_options_are_applied_in_their_order():

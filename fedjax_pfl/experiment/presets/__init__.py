@@ -6,9 +6,11 @@ earlier ones, tables entry by entry. Numbers are in %, one per method in the ord
 `methods`; `-` marks a missing one, `a/b` two columns.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}
 # a smaller value reduces the experiment, any other difference changes it
 SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps")
 # settings that are compared by other means, or change no score after the last round
+# learning rates of `benchmarks.leaderboard`: {preset: {method: lr}}
+TUNED = Path(__file__).parent / "tuned.json"
 _IGNORED = ("algo", "preset", "seed", "eval_every", "hparams")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -119,6 +123,11 @@ def _preset(content: dict[str, Any], name: str) -> Preset:
 PRESETS: dict[str, Preset] = {
     name: preset for stem in ORDER for name, preset in _read(stem).items()
 }
+
+
+def tuned(preset: str | None, algo: str) -> float | None:
+    """Returns a method's tuned learning rate; None where it was not tuned."""
+    return json.loads(TUNED.read_text()).get(preset or "", {}).get(algo)
 
 
 def same(name: str, a: Any, b: Any) -> bool:

@@ -1,0 +1,207 @@
+"""Adapters on one frozen ViT-Tiny: the memory of a round by XLA's account, and client
+steps per second against PyTorch with peft, in turns in one process.
+
+`python -m benchmarks.adapters memory` compiles a round of 1,000 clients with LoRA and
+with whole models, on shapes alone. `python -m benchmarks.adapters speed` needs torch,
+transformers and peft.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import models, simulate, testing
+from fedjax_pfl.engine import contract, memory
+from fedjax_pfl.models import layers, nets, vit
+from fedjax_pfl.models.transformer import Layout
+from fedjax_pfl.types import Model, Task
+
+CLASSES, RANK = 10, 8
+SIDE, PATCH = 32, 4
+WIDTH, DEPTH, HEADS = 192, 12, 3
+LR = 0.01
+
+
+def vit_tiny(input_shape: tuple[int, ...], num_classes: int, rngs: Any) -> nets.Net:
+    """ViT-Tiny: 12 blocks of 3 heads, K = 192, the first position."""
+    layout = Layout(WIDTH, HEADS, 4 * WIDTH, fused=False)
+    body = vit.Patches(input_shape, PATCH, DEPTH, layout, rngs, pool="first", extra=1)
+    return nets.Net(body, layers.linear(WIDTH, num_classes, rngs))
+
+
+def task(model: Model, clients: int, batch: int, steps: int) -> Task:
+    """Returns the task of clients with `steps` full batches each."""
+    counts = np.zeros((clients, CLASSES), int)
+    counts[:, 0] = batch * steps
+    return testing.task(
+        models=(model,),
+        sizes=counts.sum(axis=1),
+        class_counts=counts,
+        architecture=np.zeros(clients, np.int32),
+        num_classes=CLASSES,
+        input=jax.ShapeDtypeStruct((SIDE, SIDE, 3), jnp.float32),
+        prepare=lambda x: x,
+        lr=LR,
+        batch_size=batch,
+        epochs=None,
+        steps=steps,
+    )
+
+
+def adapted(**options: Any) -> Model:
+    """Returns ViT-Tiny with LoRA in its attention."""
+    how = models.lora(RANK, where="attention")
+    return models.adapted(vit_tiny, how, (SIDE, SIDE, 3), CLASSES, **options)
+
+
+def size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def account(model: Model, clients: int, width: int, participation: float) -> Any:
+    """Returns XLA's memory analysis of a round of Local."""
+    given = task(model, clients, 4, 1)
+    given = given._replace(participation=(participation, participation))
+    program = simulate.program("local", given, width=width, checked=False)
+    key, t = jax.eval_shape(lambda: jax.random.key(0)), jnp.int32(0)
+    traced = {name: jnp.float32(0) for name in program.traced}
+    f = contract.abstract(given)._replace(placement=program.placement)
+    x = jax.ShapeDtypeStruct((64, SIDE, SIDE, 3), jnp.uint8)  # few examples
+    y = jax.ShapeDtypeStruct((64,), jnp.int32)
+    f = f._replace(examples=f.examples._replace(x=x, y=y))
+    state = jax.eval_shape(program.init, key, traced, program.placement)
+    run = jax.jit(program.round, donate_argnums=3)
+    return run.lower(key, traced, f, state, t, jnp.bool_(False)).compile()
+
+
+def show_memory(clients: int = 1000, width: int = 4, cohort: float = 0.02) -> None:
+    """Prints the bytes of a round with LoRA and with whole models."""
+    shape = (SIDE, SIDE, 3)
+    lora, whole = adapted(), models.model(vit_tiny, shape, CLASSES)
+    key = jax.random.key(0)
+    for name, model in (("LoRA", lora), ("whole models", whole)):
+        held = 0 if model.frozen is None else size(model.frozen.values)
+        each = size(jax.eval_shape(model.init, key))
+        made = account(model, clients, width, cohort)
+        m = made.memory_analysis()
+        rows = {
+            "base": held,
+            f"{clients} clients' variables": clients * each,
+            "arguments": m.argument_size_in_bytes,
+            "temporary": m.temp_size_in_bytes,
+            "peak": memory.account(made),
+        }
+        text = ", ".join(f"{k} {v / 2**20:,.1f} MiB" for k, v in rows.items())
+        print(f"{name} ({each / 4:,.0f} parameters per client): {text}", flush=True)
+
+
+def ours(clients: int, batch: int, steps: int, width: int) -> Callable[[], None]:
+    """Returns a round of all clients' local steps."""
+    given = task(adapted(), clients, batch, steps)
+    program = simulate.program("local", given, width=width, checked=False)
+    rng = np.random.default_rng(0)
+    f = contract.abstract(given)
+    n = clients * batch * steps
+    x = jnp.asarray(rng.normal(size=(n, SIDE, SIDE, 3)), jnp.float32)
+    own = jnp.arange(n, dtype=jnp.int32).reshape(clients, -1)
+    test = own[:, :1]
+    sizes = jnp.full(clients, batch * steps, jnp.int32)
+    f = f._replace(
+        examples=f.examples._replace(x=x, y=jnp.zeros(n, jnp.int32)),
+        train=f.train._replace(index=own, size=sizes),
+        val=f.val._replace(index=own[:, :0], size=0 * sizes),
+        test=f.test._replace(index=test, size=0 * sizes + 1),
+        class_counts=jnp.asarray(given.class_counts, jnp.int32),
+    )
+    f = simulate.with_frozen(f, given)._replace(placement=program.placement)
+    key = jax.random.key(0)
+    traced = {name: jnp.float32(x) for name, x in program.traced.items()}
+    state = [jax.jit(program.init)(key, traced)]
+    step = jax.jit(program.round, donate_argnums=3)
+
+    def run() -> None:
+        off = jnp.bool_(False)
+        state[0], _ = step(key, traced, f, state[0], jnp.int32(0), off)
+        jax.block_until_ready(state[0])
+
+    return run
+
+
+def theirs(clients: int, batch: int, steps: int) -> Callable[[], None]:
+    """Returns the same steps in PyTorch with peft, one client after the other."""
+    import peft
+    import torch
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * WIDTH,
+        image_size=SIDE,
+        patch_size=PATCH,
+        num_labels=CLASSES,
+    )
+    lora = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        target_modules=list(_targets(transformers.ViTForImageClassification(config))),
+        modules_to_save=["classifier"],
+    )
+    net = peft.get_peft_model(transformers.ViTForImageClassification(config), lora)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    print(f"peft trains {sum(p.numel() for p in trained):,} parameters", flush=True)
+    rows = [[p.detach().clone() for p in trained] for _ in range(clients)]
+    x = torch.randn(clients, steps, batch, 3, SIDE, SIDE)
+    y = torch.zeros(batch, dtype=torch.long)
+    loss = torch.nn.CrossEntropyLoss()
+    net.train()
+
+    def run() -> None:
+        for i in range(clients):
+            with torch.no_grad():
+                for p, mine in zip(trained, rows[i], strict=True):
+                    p.copy_(mine)
+            rule = torch.optim.SGD(trained, lr=LR)
+            for batch_of in x[i]:
+                rule.zero_grad(set_to_none=True)
+                loss(net(pixel_values=batch_of).logits, y).backward()
+                rule.step()
+            rows[i] = [p.detach().clone() for p in trained]
+
+    return run
+
+
+def _targets(net: Any) -> set[str]:
+    """Returns the names of the dense layers of the attention."""
+    names = [name for name, part in net.named_modules() if hasattr(part, "in_features")]
+    return {name for name in names if "attention" in name}
+
+
+def show_speed(clients: int = 20, batch: int = 4, steps: int = 1) -> None:
+    """Prints client steps per second of both, in turns."""
+    widths = [1, clients]
+    runs = {f"width {w}": ours(clients, batch, steps, w) for w in widths}
+    runs["PyTorch and peft, one client after the other"] = theirs(clients, batch, steps)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(4):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if turn:  # the first compiles
+                seconds[name].append(time.perf_counter() - begin)
+    for name, found in seconds.items():
+        rate = clients * steps / statistics.median(found)
+        each = ", ".join(f"{clients * steps / s:.2f}" for s in found)
+        print(f"{name}: {rate:.2f} client steps/s ({each})", flush=True)
+
+
+if __name__ == "__main__":
+    what, *numbers = sys.argv[1:]
+    {"memory": show_memory, "speed": show_speed}[what](*map(int, numbers))

@@ -1,0 +1,148 @@
+"""Folders of Hugging Face: config.json, safetensors files and tokenizer.json."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.errors import InputError, choose, in_one_line
+from fedjax_pfl.models.transformer import ACTIVATIONS
+
+WEIGHTS = "model.safetensors"
+
+
+class Config(dict[str, Any]):
+    """The content of a config.json, which names what it does not have."""
+
+    path: str = "config.json"
+
+    def __missing__(self, name: str) -> Any:
+        raise InputError(f"{self.path} has no {name!r}.")
+
+    def only(self, name: str, *values: Any) -> None:
+        """Raises InputError unless a setting is absent or one of the values."""
+        if self.get(name, values[0]) not in values:
+            wanted = " or ".join(map(str, values))
+            raise InputError(f"{self.path}: {name!r} must be {wanted}.")
+
+    def activation(self, name: str, default: str) -> str:
+        """Returns the name of an activation."""
+        return choose(name, self.get(name, default), ACTIVATIONS)
+
+
+def read_config(folder: Path) -> Config:
+    """Reads config.json, and what preprocessor_config.json says of pixels.
+
+    Raises:
+      InputError: config.json cannot be read.
+    """
+    config = Config(read_json(folder / "config.json"))
+    config.path = str(folder / "config.json")
+    if "vision_config" in config:
+        kind = config["model_type"]
+        inner = config["vision_config"]
+        config.clear()
+        config.update(inner, model_type=kind)
+    if (folder / "preprocessor_config.json").exists():
+        given = read_json(folder / "preprocessor_config.json")
+        size = given.get("crop_size") or given.get("size")
+        if isinstance(size, dict):
+            size = size.get("height") or size.get("shortest_edge")
+        if size is not None:
+            config["side"] = size
+        if given.get("do_normalize", True) and "image_mean" in given:
+            pixels = tuple(given["image_mean"]), tuple(given["image_std"])
+            config["pixels"] = pixels
+    return config
+
+
+class Files:
+    """Tensors by name, in one or several safetensors files."""
+
+    def __init__(self, folder: Path):
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise InputError(
+                f"{folder} needs safetensors: pip install -e '.[pretrained]' adds it."
+            ) from None
+        self.folder, self.prefix = folder, ""
+        self._where: dict[str, Any] = {}
+        for file in weight_files(folder):
+            try:
+                opened = safe_open(file, framework="flax")
+            except Exception as error:  # of the library, which has no other type
+                problem = in_one_line(error)
+                raise InputError(f"{file} cannot be read ({problem}).") from error
+            self._where |= dict.fromkeys(opened.keys(), opened)
+
+    def find(self, name: str) -> str | None:
+        """Returns the full name of a tensor, None where there is none."""
+        return next((x for x in (self.prefix + name, name) if x in self._where), None)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in float32.
+
+        Raises:
+          InputError: there is none of this name.
+        """
+        full = self.find(name)
+        if full is None:
+            raise InputError(f"{self.folder} has no tensor {self.prefix + name!r}.")
+        return np.asarray(self._where[full].get_tensor(full), np.float32)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a folder.
+
+    Raises:
+      InputError: there are none.
+    """
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.exists():
+        raise InputError(f"{folder} must hold config.json and {WEIGHTS}.")
+    named = sorted(set(read_json(index).get("weight_map", {}).values()))
+    missing = [name for name in named if not (folder / name).exists()]
+    if missing or not named:
+        raise InputError(f"{index} names files that are missing: {missing or 'none'}.")
+    return [folder / name for name in named]
+
+
+def digest(folder: str) -> str:
+    """Returns the SHA-256 of a folder's config.json and weights."""
+    path, found = Path(folder).expanduser(), hashlib.sha256()
+    for file in [path / "config.json", *weight_files(path)]:
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()
+
+
+def words(folder: str) -> tuple[str, ...]:
+    """Returns the texts of the tokens by their number, of tokenizer.json.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    path = Path(folder).expanduser() / "tokenizer.json"
+    given = read_json(path)
+    known = given.get("model", {}).get("vocab", {})
+    if isinstance(known, list):  # pairs of a text and its score
+        known = {pair[0]: i for i, pair in enumerate(known)}
+    added = {token["content"]: token["id"] for token in given.get("added_tokens", ())}
+    by_number = {number: word for word, number in (known | added).items()}
+    if not by_number:
+        raise InputError(f"{path} has no vocabulary.")
+    last = max(by_number)
+    return tuple(by_number.get(i, f"<unused {i}>") for i in range(last + 1))
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; raises InputError where that fails."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error

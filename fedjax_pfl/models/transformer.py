@@ -1,0 +1,184 @@
+"""Transformer blocks, shared by networks of tokens and of patches.
+
+Axes: L positions, K features, H heads, D features of a head."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fedjax_pfl.models import layers
+from fedjax_pfl.types import Array
+
+MASKED = -1e9  # a logit of attention, finite where all are masked
+Activation = Callable[[Array], Array]
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+# by their names in config.json of Hugging Face
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Sizes and form of a transformer block.
+
+    Attributes:
+      width: K.
+      heads: H, of queries.
+      hidden: width of the perceptron's hidden layer.
+      rate: dropout rate of both branches.
+      activation: name in ACTIVATIONS, of the perceptron.
+      norm: "layer" (layer norm) or "rms" (root mean square).
+      epsilon: of the norms.
+      post_norm: norms after the residual sums, else before the branches.
+      gated: the hidden layer is activation(gate) * inner.
+      fused: queries, keys and values are one linear layer.
+      kv_heads: heads of keys and values, each of H / kv_heads heads of queries
+        (grouped-query attention); None: H.
+      head: D; None: K / H.
+      qkv_bias: queries, keys and values have biases.
+      out_bias: the output of the attention has a bias.
+      mlp_bias: the perceptron has biases.
+      rotary: frequencies [D / 2] of rotary position embeddings; empty: none.
+      scaled: each branch has a factor per feature (layer scale).
+    """
+
+    width: int
+    heads: int
+    hidden: int
+    rate: float = 0.0
+    activation: str = "gelu"
+    norm: str = "layer"
+    epsilon: float = 1e-5
+    post_norm: bool = False
+    gated: bool = False
+    fused: bool = True
+    kv_heads: int | None = None
+    head: int | None = None
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    rotary: tuple[float, ...] = ()
+    scaled: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Returns the number of features of queries, keys and values."""
+        size = self.head or self.width // self.heads
+        shared = (self.kv_heads or self.heads) * size
+        return self.heads * size, shared, shared
+
+
+def norm(layout: Layout, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Returns a norm over features."""
+    make = nnx.RMSNorm if layout.norm == "rms" else nnx.LayerNorm
+    return make(layout.width, epsilon=layout.epsilon, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Multi-head self-attention (Vaswani et al., 2017), with grouped queries (Ainslie
+    et al., 2023) and rotary positions (Su et al., 2021) on request."""
+
+    def __init__(self, layout: Layout, rngs: nnx.Rngs):
+        width, sizes, biased = layout.width, layout.sizes, layout.qkv_bias
+        if layout.fused:
+            self.qkv = layers.linear(width, sum(sizes), rngs, use_bias=biased)
+        else:
+            self.q, self.k, self.v = (
+                layers.linear(width, size, rngs, use_bias=biased) for size in sizes
+            )
+        self.out = layers.linear(sizes[0], width, rngs, use_bias=layout.out_bias)
+        self.layout = layout
+
+    def __call__(self, h: Array, seen: Array | None = None) -> Array:
+        """Maps h [B, L, K] to [B, L, K]; seen [B or 1, L or 1, L] says which positions
+        (last axis) a position attends to."""
+        c = self.layout
+        if c.fused:
+            first, second, _ = c.sizes
+            parts = jnp.split(self.qkv(h), (first, first + second), axis=-1)
+        else:
+            parts = [self.q(h), self.k(h), self.v(h)]
+        size = c.head or c.width // c.heads
+        q, k, v = (a.reshape(*a.shape[:2], -1, size) for a in parts)  # [B, L, H, D]
+        if c.rotary:
+            q, k = rotated(q, c.rotary), rotated(k, c.rotary)
+        if k.shape[2] < c.heads:
+            k, v = (jnp.repeat(a, c.heads // a.shape[2], axis=2) for a in (k, v))
+        logits = jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(size)
+        if seen is not None:
+            logits = jnp.where(seen[:, None], logits, MASKED)
+        weights = jax.nn.softmax(logits, axis=-1)
+        mixed = jnp.einsum("bhij,bjhd->bihd", weights, v)
+        return self.out(mixed.reshape(*h.shape[:2], -1))
+
+
+def rotated(a: Array, frequencies: tuple[float, ...]) -> Array:
+    """Rotates feature i and i + D/2 of a [B, L, H, D] by the position times frequency
+    i."""
+    angle = jnp.arange(a.shape[1])[:, None] * jnp.asarray(frequencies)[None]
+    cos, sin = (f(angle)[None, :, None].astype(a.dtype) for f in (jnp.cos, jnp.sin))
+    x, y = jnp.split(a, 2, axis=-1)
+    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    """Transformer block: h + Attention(Norm(h)), then the same with a perceptron of one
+    hidden layer, dropout on both branches.
+
+    With `post_norm` each half is Norm(h + branch(h))."""
+
+    def __init__(self, layout: Layout, rngs: nnx.Rngs):
+        width, hidden, biased = layout.width, layout.hidden, layout.mlp_bias
+        self.norms = nnx.List([norm(layout, rngs) for _ in range(2)])
+        self.attention = Attention(layout, rngs)
+        self.inner = layers.linear(width, hidden, rngs, use_bias=biased)
+        self.outer = layers.linear(hidden, width, rngs, use_bias=biased)
+        if layout.gated:
+            self.gate = layers.linear(width, hidden, rngs, use_bias=biased)
+        if layout.scaled:
+            ones = [nnx.Param(jnp.ones(width)) for _ in range(2)]
+            self.scales = nnx.List(ones)
+        self.drop = nnx.Dropout(layout.rate)
+        self.layout = layout
+
+    def __call__(
+        self,
+        h: Array,
+        seen: Array | None = None,
+        train: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> Array:
+        attend: Activation = lambda a: self.attention(a, seen)
+        for i, branch in enumerate((attend, self._perceptron)):
+            before = h if self.layout.post_norm else self.norms[i](h)
+            change = branch(before)
+            if self.layout.scaled:
+                change = change * self.scales[i][...][None, None]
+            still = not train or rngs is None
+            h = h + self.drop(change, deterministic=still, rngs=rngs)
+            if self.layout.post_norm:
+                h = self.norms[i](h)
+        return h
+
+    def _perceptron(self, h: Array) -> Array:
+        activation = ACTIVATIONS[self.layout.activation]
+        inner = self.inner(h)
+        if self.layout.gated:
+            return self.outer(activation(self.gate(h)) * inner)
+        return self.outer(activation(inner))

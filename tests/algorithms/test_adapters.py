@@ -1,0 +1,121 @@
+"""Methods of adapters: HetLoRA with one rank is FedAvg, pFedLoRA without its adapter is
+Local, and what they send."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pfl import averaging
+from fedjax_pfl.algorithms import hetlora, pfedlora
+from fedjax_pfl.algorithms.hetlora import _layers, _masked
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Metrics
+
+TASK = toy.task("lora")
+RANK = 3
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def close(a, b, tolerance=1e-5):
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def test_hetlora_with_one_rank_is_fedavg():
+    plain = {"rank_min": RANK, "gamma": 1.0, "lam": 0.0, "by_norm": False}
+    found, wanted = toy.train("hetlora", TASK, **plain), toy.train("fedavg", TASK)
+    close(found.state.server, wanted.state.server)
+
+
+def test_hetlora_truncates_and_prunes():
+    free = toy.train("hetlora", TASK, gamma=1.0)
+    ranks = np.asarray(free.state.clients["rank"])
+    assert ranks.min() >= 1 and ranks.max() <= RANK and len(set(ranks)) > 1
+    # a strong regulariser shrinks what pruning would remove
+    pruned = toy.train("hetlora", TASK, gamma=0.5, lam=1.0, rank_min=1)
+    after = np.asarray(pruned.state.clients["rank"])
+    assert (after <= ranks).all() and (after < ranks).any() and after.min() >= 1
+
+
+def test_hetlora_weighs_by_the_norms_of_the_products():
+    made = hetlora(TASK, gamma=1.0)
+    state = made.init(jax.random.key(0))
+    ids = np.arange(toy.N)
+    cohort = toy.cohort(TASK, ids)
+    new, _ = toy.one_round(made, jax.random.key(1), state, cohort)
+    # each client alone gives its own A and B
+    alone = []
+    for i in ids:
+        one = toy.cohort(TASK, ids, active=ids == i)
+        alone.append(
+            toy.one_round(made, jax.random.key(1), state, one)[0].server["body"]
+        )
+    norms = []
+    for body in alone:
+        products = [np.linalg.norm(a @ b) for a, b in _layers(body)]
+        norms.append(np.sqrt(np.sum(np.square(products))))
+    weights = np.array(norms) / np.sum(norms)
+    mean = jax.tree.map(
+        lambda *x: sum(w * y for w, y in zip(weights, x, strict=True)), *alone
+    )
+    close(new.server["body"], mean, 1e-4)
+
+
+def test_hetlora_counts_the_columns_of_a_clients_rank():
+    made = hetlora(TASK, gamma=1.0, by_norm=False)
+    state = made.init(jax.random.key(0))
+    cohort = toy.cohort(TASK, np.arange(toy.N))
+    ranks = state.clients["rank"]
+    metrics = Metrics(clients={"rank": ranks.astype(jnp.float32)})
+    found = made.traffic(state, cohort, metrics)
+    body, head = (
+        sum(x.size for x in leaves(state.server[k])) for k in ("body", "head")
+    )
+    np.testing.assert_array_equal(found.up, head + body // RANK * np.asarray(ranks))
+    np.testing.assert_array_equal(found.down, found.up)
+
+
+def test_masks_cut_columns_of_a_and_rows_of_b():
+    body = hetlora(TASK).init(jax.random.key(0)).server["body"]
+    ones = jax.tree.map(jnp.ones_like, body)
+    ((a, b),) = _layers(_masked(ones, jnp.arange(RANK) < 1))
+    assert a.shape == (6, RANK) and b.shape == (RANK, 8)
+    assert a[:, 0].all() and not a[:, 1:].any() and b[0].all() and not b[1:].any()
+
+
+def test_hetlora_needs_lora():
+    with pytest.raises(InputError, match="LoRA alone"):
+        hetlora(toy.task())
+
+
+def test_pfedlora_without_its_adapter_is_local():
+    alone = toy.train("local", toy.task())
+    found = toy.train("pfedlora", toy.task(), mu=0.0, adapter_epochs=0)
+    own = averaging.params(found.state.clients["w"])
+    close(own, averaging.params(alone.state.clients), 1e-6)
+    start = pfedlora(toy.task()).init(jax.random.key(0)).server["adapter"]
+    assert not found.state.server["adapter"]["b"].any() and not start["b"].any()
+
+
+def test_pfedloras_parts_are_trained_in_turns():
+    """In the first round the own models do not depend on the adapter's training."""
+    one = lambda epochs: toy.train(
+        "pfedlora", toy.task(), rounds=1, adapter_epochs=epochs
+    )
+    still, moved = one(0), one(1)
+    close(still.state.clients["w"], moved.state.clients["w"], 1e-7)
+    assert moved.state.server["adapter"]["b"].any()
+
+
+def test_pfedlora_needs_one_feature_width():
+    small = toy.task().shared
+    task = toy.task()._replace(
+        models=(toy.task().model, small), architecture=np.arange(toy.N) % 2
+    )
+    with pytest.raises(InputError, match="one feature width"):
+        pfedlora(task)

@@ -1,0 +1,104 @@
+"""Tests of the table of PFLlib's methods: its names exist on both sides."""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import agreement, pfllib
+from fedjax_pfl import hyperparameters
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.config import resolve
+
+
+@pytest.fixture
+def checkout():
+    path = os.environ.get("PFLLIB", "")
+    if not Path(path, "system/main.py").is_file():
+        pytest.skip("PFLLIB names no checkout of PFLlib")
+    return Path(path) / "system"
+
+
+@pytest.mark.parametrize("name", pfllib.METHODS)
+def test_the_hyperparameters_of_the_table_are_those_of_the_method(name):
+    method, known = pfllib.METHODS[name], hyperparameters.of(ALGORITHMS[name])
+    named = {x for x in method.arguments.values() if isinstance(x, str)}
+    assert named | set(method.hparams) <= set(known)
+    hyperparameters.check(ALGORITHMS[name], method.hparams)
+
+
+@pytest.mark.parametrize("name", pfllib.METHODS)
+def test_the_arguments_of_the_table_are_pfllibs(name, checkout):
+    method = pfllib.METHODS[name]
+    known = set(re.findall(r'"--(\w+)"', (checkout / "main.py").read_text()))
+    assert set(method.arguments) <= known
+    server = checkout / f"flcore/servers/{method.module}.py"
+    assert f"class {method.server}(Server)" in server.read_text()
+
+
+def test_arguments_are_values_functions_and_hyperparameters():
+    config = resolve({"algo": "fml", "lr": 0.1, "hparams": {}})
+    made = pfllib.arguments(config.replace(hparams={"alpha": 0.5}))
+    assert made["local_learning_rate"] == pytest.approx(0.55)
+    config = config.replace(algo="fedrep", hparams={"head_epochs": 3})
+    assert pfllib.arguments(config) == {"plocal_epochs": 3}
+    assert "--hparam=policy=gumbel" in pfllib.flags("fedcp", "mlp")
+
+
+def run(algo, rounds, **columns):
+    """Returns a run with a column of scores per round."""
+    import pandas as pd
+
+    config = SimpleNamespace(algo=algo, rounds=rounds, eval_every=1)
+    metrics = pd.DataFrame({"round": range(rounds + 1), **columns})
+    experiment = SimpleNamespace(config=config, networks=["mlp"])
+    return SimpleNamespace(experiment=experiment, metrics=metrics)
+
+
+def test_scores_are_paired_by_round():
+    ours = run("fedcross", 2, **{"post/acc_micro": [0.1, 0.2, None]})
+    assert agreement.pairs(ours, [0.0, 0.5, 0.6])[1:] == [
+        ("1", 0.1, 0.5),
+        ("2", 0.2, 0.6),
+    ]
+    scores = {"pre/untuned_acc_micro": [0.1, 0.2], "pre/acc_micro": [0.3, 0.4]}
+    tuned = agreement.pairs(run("fedbabu", 1, **scores), [0.0, 0.5, 0.6])
+    assert [x[1] for x in tuned] == [0.1, 0.2, 0.4]
+    assert tuned[-1][0] == "1, fine-tuned"
+
+
+def test_the_summary_has_the_means():
+    found = {"ditto": {"here": [0.5, 0.7], "pfllib": [0.4, 0.6]}}
+    (row,) = agreement.summary(found)[1:]
+    assert row[:5] == ("ditto", "pre/acc_micro", "50.00", "60.00", "10.00")
+
+
+def test_a_method_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def compare(name, *_):
+        ran.append(name)
+        if name == "fd":
+            raise InputError("no.")
+        return {"here": [0.5], "pfllib": [0.5]}
+
+    monkeypatch.setattr(agreement, "compare", compare)
+    path = tmp_path / "found.json"
+    assert set(agreement.several(["local"], ["--lr=1"], "", path)) == {"local"}
+    found = agreement.several(["local", "fd", "ditto"], ["--lr=1"], "", path)
+    assert set(found) == {"local", "ditto"} and ran == ["local", "fd", "ditto"]
+    assert capsys.readouterr().err == "fd: no.\n"
+    with pytest.raises(InputError, match="has another setting"):
+        agreement.several(["local"], ["--lr=2"], "", path)
+
+
+def test_the_page_has_the_table():
+    root = Path(__file__).parents[1]
+    stored = json.loads((root / agreement.RESULTS).read_text())
+    page = (root / "docs/comparison.md").read_text()
+    for row in agreement.summary(stored["methods"]):
+        assert f"| {' | '.join(row)} |" in page
