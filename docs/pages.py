@@ -31,10 +31,16 @@ MODULES = {  # by topic
         *("averaging", "server_optimizer", "local_training", "losses", "evaluation"),
         *("aggregate", "traffic", "trees", "architectures", "keys", "testing"),
     ],
-    "Data": ["data.datasets", "data.partition", "data.partitioners", "data.federate"],
+    "Data": [
+        "data.datasets",
+        "data.partition",
+        "data.partitioners",
+        "data.federate",
+        "data.features",
+    ],
     "Networks": [
         *("models.nnx_model", "models.nets", "models.resnet", "models.layers"),
-        "attention",
+        *("models.adapted", "attention"),
     ],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],
     "Privacy": [

@@ -215,7 +215,7 @@ def _train(
     versions = jax.tree.map(
         lambda every, x: every.at[kept].set(x), here.server.versions, now
     )
-    # [S] place in the order of arrival
+    # [S] position in the order of arrival
     at = jnp.argmax(jnp.asarray(run.schedule.ids)[t][None] == ids[:, None], axis=1)
     started = jnp.asarray(run.schedule.started)[t][at]
     source = jnp.asarray(run.schedule.source)[t][at]

@@ -138,7 +138,7 @@ def _patches(
         features = layout.width * (2 if pool == "both" else 1)
         return Net(body, layers.linear(features, num_classes, rngs))
 
-    def places(value: np.ndarray, _: Files) -> np.ndarray:
+    def positions(value: np.ndarray, _: Files) -> np.ndarray:
         rows = value.reshape(-1, value.shape[-1])
         return resampled(rows, extra, side // patch)
 
@@ -146,25 +146,25 @@ def _patches(
         return np.stack([files.read(name).reshape(-1) for name in tokens])
 
     example = {"input_shape": (side, side, channels)}
-    edits = {"places": places, "tokens": first}
+    edits: dict[str, Edit] = dict(places=positions, tokens=first)
     names = names | {"tokens": tokens[0]}
     renamed = _RENAMED.get(kind, ())
     return Family(factory, example, prefix, names, edits, renamed=renamed)
 
 
-def resampled(places: np.ndarray, extra: int, side: int) -> np.ndarray:
+def resampled(table: np.ndarray, extra: int, side: int) -> np.ndarray:
     """Returns positions [extra + side^2, K] of another square grid, by PyTorch's
     bicubic interpolation.
 
     Args:
-      places: [extra + n^2, K].
+      table: [extra + n^2, K].
       extra: tokens before the patches.
       side: patches per side.
     """
-    before, grid = places[:extra], places[extra:]
+    before, grid = table[:extra], table[extra:]
     old = math.isqrt(len(grid))
     if old == side or old * old != len(grid):
-        return places
+        return table
     at = (np.arange(side) + 0.5) * old / side - 0.5  # [side], in the old grid
     weights = np.zeros((side, old), np.float32)
     for step in range(-1, 3):
@@ -201,7 +201,7 @@ def _vit(config: Config, files: Files, *, distilled: bool = False) -> Family:
     kind = config["model_type"]
     names = {
         "embed": "embeddings.patch_embeddings.projection",
-        "places": "embeddings.position_embeddings",
+        **dict(places="embeddings.position_embeddings"),
         "norm": "layernorm",
         "head": "classifier",
         **_block_names(
@@ -223,7 +223,7 @@ def _dinov2(config: Config, files: Files) -> Family:
     config.only("use_swiglu_ffn", False)
     names = {
         "embed": "embeddings.patch_embeddings.projection",
-        "places": "embeddings.position_embeddings",
+        **dict(places="embeddings.position_embeddings"),
         "norm": "layernorm",
         "head": "classifier",
         **_block_names(
@@ -252,7 +252,7 @@ def _dinov2(config: Config, files: Files) -> Family:
 def _clip(config: Config, files: Files) -> Family:
     names = {
         "embed": "embeddings.patch_embedding",
-        "places": "embeddings.position_embedding.weight",
+        **dict(places="embeddings.position_embedding.weight"),
         "first_norm": "pre_layrnorm",
         "norm": "post_layernorm",
         **_block_names(
@@ -335,7 +335,7 @@ def _bert(config: Config, files: Files) -> Family:
     config.only("position_embedding_type", "absolute")
     names = {
         "embedding": "embeddings.word_embeddings",
-        "places": "embeddings.position_embeddings.weight",
+        **dict(places="embeddings.position_embeddings.weight"),
         "first_norm": "embeddings.LayerNorm",
         "pooler": "pooler.dense",
         "head": "classifier",
@@ -353,7 +353,7 @@ def _bert(config: Config, files: Files) -> Family:
         files.find(f"{start}pooler.dense.weight") is not None for start in ("", "bert.")
     )
 
-    def places(value: np.ndarray, files: Files) -> np.ndarray:
+    def positions(value: np.ndarray, files: Files) -> np.ndarray:
         # all tokens are of the first type
         return value + files.read("embeddings.token_type_embeddings.weight")[:1]
 
@@ -364,14 +364,14 @@ def _bert(config: Config, files: Files) -> Family:
         config["num_hidden_layers"],
         prefix="bert.",
         names=names,
-        edits={"places": places},
+        edits=dict(places=positions),
     )
 
 
 def _distilbert(config: Config, files: Files) -> Family:
     names = {
         "embedding": "embeddings.word_embeddings",
-        "places": "embeddings.position_embeddings.weight",
+        **dict(places="embeddings.position_embeddings.weight"),
         "first_norm": "embeddings.LayerNorm",
         "pooler": "pre_classifier",
         "head": "classifier",
@@ -465,7 +465,7 @@ def _gpt2(config: Config, files: Files) -> Family:
     config.only("scale_attn_by_inverse_layer_idx", False)
     names = {
         "embedding": "wte",
-        "places": "wpe.weight",
+        **dict(places="wpe.weight"),
         "norm": "ln_f",
         "unembed": "lm_head",
         "head": "score",

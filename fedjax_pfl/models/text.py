@@ -130,6 +130,7 @@ class Tokens(nnx.Module):
             self.unembed = layers.linear(width, vocabulary, rngs, use_bias=False)
         self.pool, self.activation = pool, pooler
         self.causal, self.masked = causal, masked
+        self.rotary = bool(layout.rotary)
         self.outputs = vocabulary if outputs is None else outputs
 
     def __call__(
@@ -138,7 +139,7 @@ class Tokens(nnx.Module):
         still = not train or rngs is None
         length = x.shape[1]
         h = self.embedding(x)
-        if hasattr(self, "places"):
+        if not self.rotary:
             h = h + self.places[...][None, :length]
         if hasattr(self, "first_norm"):
             h = self.first_norm(h)
