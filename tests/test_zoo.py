@@ -25,6 +25,7 @@ from fedjax_pfl.models import (
     shufflenet,
     vit,
 )
+from fedjax_pfl.models.transformer import Layout
 
 KEY = jax.random.key(0)
 CIFAR, MNIST_RGB = (32, 32, 3), (28, 28, 3)
@@ -324,7 +325,7 @@ def short_mobilenet(input_shape, num_classes, rngs):
 
 
 def short_vit(input_shape, num_classes, rngs):
-    body = vit.Patches(input_shape, 4, 8, 1, 2, rngs)
+    body = vit.Patches(input_shape, 4, 1, Layout(8, 2, 32), rngs)
     return nets.Net(body, layers.linear(8, num_classes, rngs))
 
 
