@@ -72,7 +72,7 @@ class Files:
         self._where: dict[str, Any] = {}
         for file in weight_files(folder):
             try:
-                opened = safe_open(file, framework="flax")
+                opened: Any = safe_open(file, framework="flax")
             except Exception as error:  # of the library, which has no other type
                 problem = in_one_line(error)
                 raise InputError(f"{file} cannot be read ({problem}).") from error
