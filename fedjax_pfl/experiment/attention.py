@@ -38,7 +38,8 @@ def maps(run: Run, client: int, images: int = IMAGES) -> dict[str, np.ndarray]:
     # Grad-CAM finds convolutions of XLA
     e = build(run.experiment.config.replace(conv="xla"))
     check("attention", client, 0, e.task.num_clients - 1, whole=True)
-    rows = e.partition.test[client][:images]
+    # rows of padding follow those of the client
+    rows = e.partition.test[client][: min(images, e.partition.test_sizes[client])]
     x, y = e.dataset.x[rows], np.asarray(e.dataset.y[rows])
     if x.ndim != 4 or y.shape != (len(x),) or not np.issubdtype(y.dtype, np.integer):
         raise InputError("Grad-CAM needs images, and one class per image.")

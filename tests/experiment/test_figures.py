@@ -128,6 +128,8 @@ def test_attention_is_that_of_each_head(tmp_path):
     assert all(np.isfinite(x).all() and len(x) == 3 for x in found.values())
     assert found["all"].max() > 0 and found["all"].min() == 0
     assert np.any(found["global"] != found["personal"])
+    size = results.load(path).experiment.partition.test_sizes[1]
+    assert len(attention.maps(results.load(path), 1, images=size + 5)["image"]) == size
     with pytest.raises(InputError, match="attention"):
         attention.maps(results.load(path), 5)
 
