@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from experiment.runs import run
 
+from fedjax_pfl import models
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import export, results
-from fedjax_pfl.models import adapted, peft, pretrained
+from fedjax_pfl.models import peft, pretrained
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
 RNG = np.random.default_rng(0)
@@ -335,8 +336,8 @@ def test_peft_loads_an_adapter_with_the_same_outputs(kind, settings, where, tmp_
         options, x = {}, images(3, 8, 8, 3)
     elif "Sequence" not in kind:
         options, classes = TOKENS_IN | {"positions": LENGTH}, TOKENS
-    how = adapted.lora(rank=2, alpha=3, where=where)
-    model = adapted.adapted(
+    how = models.lora(rank=2, alpha=3, where=where)
+    model = models.adapted(
         found.factory, how, x.shape[1:], classes, base=found.variables, **options
     )
     w = jax.tree.map(
