@@ -304,7 +304,7 @@ def percent(x: float | None) -> str | None:
 
 
 def rows(run: results.Run, found: list[float], library: str = "PFLlib") -> list[tuple]:
-    """Of the table: round, ours, the library's and the difference, in %."""
+    """Row of the table: round, ours, the library's and the difference, in %."""
     made: list[tuple] = [("rounds", "ours", library, f"ours - {library}")]
     for label, mine, their in pairs(run, found):
         gap = None if mine is None else mine - their
@@ -354,7 +354,7 @@ def compare(
 
 
 def summary(found: dict[str, Any]) -> list[tuple]:
-    """Of the table: method, score, PFLlib's mean, ours and the difference, in %."""
+    """Row of the table: method, score, PFLlib's mean, ours and the difference, in %."""
     made: list[tuple] = [
         ("method", "score", "PFLlib", "here", "difference", "what differs")
     ]

@@ -21,7 +21,7 @@ TAKEN = {
     *("fedavg", "fedavg_ft", "fedprox", "per_fedavg", "pfedme", "fedper", "fedrep"),
     *("lg_fedavg", "fedbabu", "fedbn", "fedrod", "ditto", "apfl", "fedphp", "fedala"),
     *("fml", "fedkd", "fedem", "fedcp", "feddva", "pfedafm", "moon", "fedlc", "fedntd"),
-    *("knn_per", "gpfl", "fedmrl", "fedsr", "pfl_da", "pfedlora", "flute"),
+    *("knn_per", "gpfl", "fedmrl", "fedsr", "pfl_da", "pfedlora", "flute", "local"),
 }
 
 

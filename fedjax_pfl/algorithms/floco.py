@@ -13,6 +13,7 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 
 from fedjax_pfl import (
+    aggregate,
     averaging,
     evaluation,
     keys,
@@ -91,12 +92,8 @@ def components(gram: Array, here: Array, count: int) -> Array:
 def project(kappa: Array, z: Numeric) -> Array:
     """Returns the nearest points [N, M] to kappa [N, M] with entries of at least 0 and
     sum z, divided by z."""
-    ordered = jnp.sort(kappa, axis=1)[:, ::-1]
-    excess = jnp.cumsum(ordered, axis=1) - z
-    number = jnp.arange(1, kappa.shape[1] + 1)
-    positive = jnp.sum(ordered - excess / number[None] > 0, axis=1, keepdims=True)
-    shift = jnp.take_along_axis(excess, positive - 1, axis=1) / positive
-    points = jnp.maximum(kappa - shift, 0)
+    every = jnp.ones(kappa.shape[1], bool)
+    points = jax.vmap(lambda row: aggregate.project_simplex(row, every, z))(kappa)
     return points / jnp.sum(points, axis=1, keepdims=True)
 
 

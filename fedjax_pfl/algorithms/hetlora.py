@@ -51,9 +51,9 @@ def hetlora(
 
     Note:
       The model must be adapted by `lora`. All clients hold r columns, those from r_k on
-      zero, so that they are trained at once; `traffic` counts r_k. The paper has no
-      head, and draws ranks as here. Where one rank is for all, gamma 1, lam 0 and
-      by_norm False, the method is FedAvg.
+      zero, so that they are trained at once; `traffic` counts r_k. The defaults of
+      gamma and lam were not compared with the paper's text. Where one rank is for all,
+      gamma 1, lam 0 and by_norm False, the method is FedAvg.
     """
     rank = _rank(task)
     split, plain = averaging.split(task), losses.classification(task.model, task)

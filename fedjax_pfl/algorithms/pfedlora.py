@@ -50,11 +50,11 @@ def pfedlora(
         0: not trained.
 
     Note:
-      The paper puts the adapter at fully connected layers; here it is at the head,
-      whose input width K and classes C all architectures share (`features`). A is drawn
-      from N(0, 1/r^2), B is zero. The paper tunes mu; 0.5 is this project's. `acc`
-      scores the adapted logits, `own_acc` the own model alone. With mu 0 and
-      adapter_epochs 0 every client trains alone.
+      The adapter is at the head, whose input width K and classes C all architectures
+      share (`features`). A is drawn from N(0, 1/r^2), B is zero. The position, mu and
+      the form of the loss were not compared with the paper's text. `acc` scores the
+      adapted logits, `own_acc` the own model alone. With mu 0 and adapter_epochs 0
+      every client trains alone.
     """
     widths = {model.num_features for model in task.models}
     if len(widths) > 1:

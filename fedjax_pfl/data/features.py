@@ -2,7 +2,6 @@
 head alone then reads them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.models.nnx_model import DTYPES
+from fedjax_pfl.models.nnx_model import DTYPES, composed
 from fedjax_pfl.types import Array, Model, PyTree, Task
 
 
@@ -74,10 +73,7 @@ def head_only(model: Model, positions: bool = False) -> Model:
         h = x.reshape(-1, x.shape[-1]) if positions else x
         return h, variables["stats"]
 
-    def apply(variables: PyTree, x: Array, *args: Any, **kwargs: Any) -> Any:
-        h, stats = features(variables, x)
-        return model.head(variables["head"], h), stats
-
+    apply = composed(features, model.head)
     return model._replace(features=features, apply=apply, frozen=None)
 
 

@@ -30,7 +30,7 @@ Staleness = Callable[[Array], Array]
 
 
 class Rule(NamedTuple):
-    """How the server takes what arrives."""
+    """Rule by which the server takes arriving models."""
 
     buffer: int  # clients per update
     rate: float

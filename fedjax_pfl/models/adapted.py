@@ -13,7 +13,7 @@ from flax import nnx, traverse_util
 from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nnx_model import model
+from fedjax_pfl.models.nnx_model import composed, model
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, Frozen, Model, PyTree
 
@@ -283,17 +283,7 @@ def _functions(whole: Model, held: PyTree) -> tuple[Callable[..., Any], ...]:
     def head(variables: PyTree, h: Array) -> Array:
         return whole.head(_joined(variables, held["head"]), h)
 
-    def apply(
-        variables: PyTree,
-        x: Array,
-        mask: Array | None = None,
-        train: bool = False,
-        key: Array | None = None,
-    ) -> tuple[Array, PyTree]:
-        h, stats = features(variables, x, mask, train, key)
-        return head(variables["head"], h), stats
-
-    return features, head, apply
+    return features, head, composed(features, head)
 
 
 def _nothing(body: nnx.Module, rngs: nnx.Rngs) -> None:

@@ -178,16 +178,6 @@ def model(
             h = h.reshape(-1, h.shape[-1])
         return h, stats
 
-    def apply(
-        variables: PyTree,
-        x: Array,
-        mask: Array | None = None,
-        train: bool = False,
-        key: Array | None = None,
-    ) -> tuple[Array, PyTree]:
-        h, stats = extract(variables, x, mask, train, key)
-        return head(variables["head"], h), stats
-
     h = jax.eval_shape(extract, _parts(template, _nest), example)[0]
     if getattr(h, "shape", ())[:1] != (2 * (positions or 1),) or len(h.shape) < 2:
         raise InputError(
@@ -195,8 +185,31 @@ def model(
             "a batch of 2."
         )
     return Model(
-        _drawn_once(init), extract, head, apply, _parts(template, _marked), h.shape[-1]
+        _drawn_once(init),
+        extract,
+        head,
+        composed(extract, head),
+        _parts(template, _marked),
+        h.shape[-1],
     )
+
+
+def composed(
+    features: Callable[..., Any], head: Callable[[PyTree, Array], Array]
+) -> Callable[..., tuple[Array, PyTree]]:
+    """Returns the function `apply` of a Model from its `features` and `head`."""
+
+    def apply(
+        variables: PyTree,
+        x: Array,
+        mask: Array | None = None,
+        train: bool = False,
+        key: Array | None = None,
+    ) -> tuple[Array, PyTree]:
+        h, stats = features(variables, x, mask, train, key)
+        return head(variables["head"], h), stats
+
+    return apply
 
 
 def _check_options(bn_stats: str, conv: str, compute_dtype: str) -> None:
