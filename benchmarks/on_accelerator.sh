@@ -23,9 +23,9 @@ part() { # name, seconds, command ...
 methods=$(python -c '
 from fedjax_pfl.algorithms import ALGORITHMS
 print(*ALGORITHMS)')
-clients=100 batch=320 conv=xla size=() recipe=() workers=16
+clients=100 batch=320 conv=xla steps=100 size=() recipe=() workers=16
 if [ -n "$QUICK" ]; then
-  methods="fedavg pfedc" clients=5 batch=16 conv=auto workers=2
+  methods="fedavg pfedc" clients=5 batch=16 conv=auto steps=2 workers=2
   size=(--widths=4 --repeats=1 --each=20) recipe=(--images=2000)
 fi
 forms() { # model, forms, further flags ...
@@ -36,10 +36,11 @@ pytorch() { # model ...
   python -c '
 import sys
 from benchmarks import pytorch, setting
-for model in sys.argv[1:]:
+steps = int(sys.argv[1])
+for model in sys.argv[2:]:
     given = setting.SHAPES[model], setting.CLASSES, setting.batch_size(model), 1
-    print(model, pytorch.steps_per_second(model, *given, 100, 3, device=pytorch.device()))
-' "$@"
+    print(model, pytorch.steps_per_second(model, *given, steps, 3, device=pytorch.device()))
+' $steps "$@"
 }
 one_model() { # batch, form
   python -c '
@@ -61,7 +62,7 @@ testing.check_algorithm(sys.argv[1])
 print(sys.argv[1], "passes")' {}
 }
 export -f forms pytorch one_model contract
-export clients workers
+export clients steps workers
 run=(python -m experiments.main --workdir="$out/runs/first")
 main=(--algo=fedavg --dataset=digits --clients=10)
 # a function is run by bash -c, so that timeout can end it
