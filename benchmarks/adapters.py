@@ -1,11 +1,14 @@
-"""Adapters on one frozen ViT-Tiny: the memory of a round by XLA's account, and client
-steps per second against PyTorch with peft, in turns in one process.
+"""Adapters on one frozen ViT-Tiny: the memory of a round by XLA's account, its products
+on an accelerator, and client steps per second against PyTorch with peft, in turns in
+one process.
 
-`python -m benchmarks.adapters memory` compiles a round of 1,000 clients with LoRA and
-with whole models, on shapes alone. `python -m benchmarks.adapters speed` needs torch,
-transformers and peft.
+    python -m benchmarks.adapters memory    # 1,000 clients, on shapes alone
+    python -m benchmarks.adapters products v5e    # or h100; compiles ahead of time
+    python -m benchmarks.adapters speed [clients [batch]]    # needs transformers, peft
 """
 
+import os
+import re
 import statistics
 import sys
 import time
@@ -16,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import ahead
 from fedjax_pfl import models, simulate, testing
-from fedjax_pfl.engine import contract, memory
+from fedjax_pfl.engine import contract, memory, xla
+from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.models import layers, nets, vit
 from fedjax_pfl.models.transformer import Layout
 from fedjax_pfl.types import Model, Task
@@ -101,10 +106,14 @@ def show_memory(clients: int = 1000, width: int = 4, cohort: float = 0.02) -> No
         print(f"{name} ({each / 4:,.0f} parameters per client): {text}", flush=True)
 
 
-def ours(clients: int, batch: int, steps: int, width: int) -> Callable[[], None]:
+def ours(
+    clients: int, batch: int, steps: int, width: int, devices: int
+) -> Callable[[], None]:
     """Returns a round of all clients' local steps."""
     given = task(adapted(), clients, batch, steps)
-    program = simulate.program("local", given, width=width, checked=False)
+    program = simulate.program(
+        "local", given, width=width, devices=devices, checked=False
+    )
     rng = np.random.default_rng(0)
     f = contract.abstract(given)
     n = clients * batch * steps
@@ -122,8 +131,9 @@ def ours(clients: int, batch: int, steps: int, width: int) -> Callable[[], None]
     f = simulate.with_frozen(f, given)._replace(placement=program.placement)
     key = jax.random.key(0)
     traced = {name: jnp.float32(x) for name, x in program.traced.items()}
-    state = [jax.jit(program.init)(key, traced)]
-    step = jax.jit(program.round, donate_argnums=3)
+    state = [program.place(jax.jit(program.init)(key, traced))]
+    options = {"compiler_options": simulate.compiler_options()}
+    step = jax.jit(program.round, donate_argnums=3, **options)
 
     def run() -> None:
         off = jnp.bool_(False)
@@ -186,8 +196,11 @@ def _targets(net: Any) -> set[str]:
 
 def show_speed(clients: int = 20, batch: int = 4, steps: int = 1) -> None:
     """Prints client steps per second of both, in turns."""
-    widths = [1, clients]
-    runs = {f"width {w}": ours(clients, batch, steps, w) for w in widths}
+    runs = {
+        f"width {w} on {d} CPU devices": ours(clients, batch, steps, w, d)
+        for d in sorted({1, jax.device_count()})
+        for w in (1, clients // d)
+    }
     runs["PyTorch and peft, one client after the other"] = theirs(clients, batch, steps)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(4):
@@ -202,6 +215,49 @@ def show_speed(clients: int = 20, batch: int = 4, steps: int = 1) -> None:
         print(f"{name}: {rate:.2f} client steps/s ({each})", flush=True)
 
 
+def products(text: str) -> list[list[tuple[int, ...]]]:
+    """Returns the shapes of the operands of each matrix product of an optimised
+    program, without dimensions of 1."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    found = []
+    for line in text.splitlines():
+        result = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = \(?\w+\[([\d,]*)\]", line)
+        if result is None:
+            continue
+        sizes = (int(n) for n in result[2].split(",") if n)
+        shapes[result[1]] = tuple(n for n in sizes if n > 1)
+        product = re.search(r" (?:dot|convolution|custom-call)\(([^)]*)\)", line)
+        if product and ("custom-call(" not in line or "gemm" in line):
+            names = re.findall(r"%([\w.\-]+)", product[1])
+            found.append([shapes.get(name, ()) for name in names])
+    return found
+
+
+def show_products(name: str, clients: int = 20, batch: int = 4) -> None:
+    """Prints how many products of a round of all clients take a weight of the base, and
+    how many take a copy of it per client."""
+    target = ahead.TARGETS[name]
+    if target.platform == "cuda":  # XLA finds no tiles for these products
+        os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=false"
+    jax.config.update("jax_platforms", "cpu")
+    platform = "tpu" if target.platform == "tpu" else "gpu"
+    with on(platform), ahead.prepared(target) as (sharding, _):
+        given = task(adapted(), clients, batch, 1)
+        program = simulate.program("local", given, width=clients, checked=False)
+        f = contract.abstract(given)._replace(placement=program.placement)
+        text = ahead.lower(program, f, sharding).compile().as_text()
+    base = {PATCH * PATCH * 3, WIDTH, 3 * WIDTH, 4 * WIDTH}  # sizes of its weights
+    operands = [shape for product in products(text) for shape in product]
+    shared = sum(len(x) == 2 and set(x) <= base for x in operands)
+    own = sum(len(x) == 3 and x[0] == clients and set(x[1:]) <= base for x in operands)
+    print(f"{name}: products with one weight of the base for all clients: {shared}")
+    print(f"{name}: products with a weight of the base per client: {own}")
+
+
 if __name__ == "__main__":
-    what, *numbers = sys.argv[1:]
-    {"memory": show_memory, "speed": show_speed}[what](*map(int, numbers))
+    what, *values = sys.argv[1:]
+    xla.split_cpu()
+    if what == "products":
+        show_products(*values)
+    else:
+        {"memory": show_memory, "speed": show_speed}[what](*map(int, values))
