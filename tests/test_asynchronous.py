@@ -164,6 +164,7 @@ def test_several_architectures_are_refused():
         program("local", task, asynchronous.fedbuff(2))
 
 
+@pytest.mark.slow
 def test_width_does_not_matter():
     rule = asynchronous.fedbuff(3)
     task = TASK._replace(participation=(0.6, 0.6))

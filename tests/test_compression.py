@@ -44,7 +44,7 @@ def test_a_matrix_of_low_rank_is_exact():
     assert rule.size(update) == (2 * 18 + 3, 0)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "ditto"])
+@pytest.mark.parametrize("method", ["fedavg", toy.slow("ditto")])
 def test_whole_uploads_are_the_plain_run(method):
     under = compression.compressed(method, "top_k", 1.0)
     plain = toy.train(method, toy.task(), rounds=2)

@@ -78,7 +78,7 @@ def the_mean(stack, shares, default, share):
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedproto", "lg_fedavg", toy.slow("feddf")]
+    "method", ["fedavg", "fedproto", *map(toy.slow, ("lg_fedavg", "feddf"))]
 )
 def test_the_mean_as_a_rule_is_the_plain_run(method, monkeypatch):
     monkeypatch.setitem(robust.RULES, "median", the_mean)
@@ -88,6 +88,7 @@ def test_the_mean_as_a_rule_is_the_plain_run(method, monkeypatch):
     assert_close(ruled.state, plain.state, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_layout_changes_nothing():
     under = robust.robust("fedavg", "trimmed_mean")
     f, key = toy.federation(), jax.random.key(3)
@@ -129,7 +130,9 @@ def test_nobody_malicious_is_the_plain_run():
     assert_same(found.last["benign_acc"], plain.last["acc"])
 
 
-@pytest.mark.parametrize("attack", attacks.ATTACKS)
+@pytest.mark.parametrize(
+    "attack", [toy.slow(x) if x == "label_flip" else x for x in attacks.ATTACKS]
+)
 def test_malicious_clients_send_what_the_attack_names(attack):
     bad = attacks.chosen(toy.N, 0.2)
     assert bad.sum() == 1

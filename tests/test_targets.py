@@ -62,7 +62,11 @@ def test_scores_of_several_labels_are_their_definitions():
     assert loss == pytest.approx(-np.log(np.where(b, p, 1 - p)).mean(), rel=1e-4)
 
 
-@pytest.mark.parametrize("label", [REGRESSION, LABELS], ids=["regression", "labels"])
+@pytest.mark.parametrize(
+    "label",
+    [REGRESSION, pytest.param(LABELS, marks=pytest.mark.slow)],
+    ids=["regression", "labels"],
+)
 @pytest.mark.parametrize(
     "algo", [name if name == "ditto" else toy.slow(name) for name in CHECKED]
 )

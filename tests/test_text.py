@@ -194,7 +194,7 @@ def task_of(name, positions):
 ROWS = ("padding", "mask", "inactive", "scores")
 ON_TOKENS = [
     ("fedproto", "gru", LENGTH),
-    ("fedcp", "fasttext", None),
+    pytest.param("fedcp", "fasttext", None, marks=pytest.mark.slow),
     *(
         pytest.param(algo, name, LENGTH, marks=pytest.mark.slow)
         for algo, name in (

@@ -111,7 +111,7 @@ def test_minibatches_of_uneven_classes(task_loss):
         )
 
 
-@pytest.mark.parametrize("download", ["bank", "stale"])
+@pytest.mark.parametrize("download", ["bank", toy.slow("stale")])
 def test_absent_branches_learn_to_answer_no(download):
     """By the mean over the batch, while the server stays the same."""
     held, run = (

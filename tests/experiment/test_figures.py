@@ -134,6 +134,7 @@ def test_attention_is_that_of_each_head(tmp_path):
         attention.maps(results.load(path), 5)
 
 
+@pytest.mark.slow
 def test_probes_find_what_each_latent_holds():
     """z holds the label and c the client."""
     rng = np.random.default_rng(0)
