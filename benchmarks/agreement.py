@@ -32,6 +32,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -282,9 +283,9 @@ def mixed_options(run: results.Run) -> pytorch.Options:
 
 def pairs(run: results.Run, found: list[float]) -> list[tuple[str, Any, float]]:
     """Returns the label, our score and the library's of each evaluation `found`; None
-    where we have no such score."""
+    where we have no such score, as after training in the last round."""
     config, method = run.experiment.config, None
-    if len(run.experiment.networks) == 1:
+    if len(set(run.experiment.networks)) == 1:
         method = pfllib.METHODS[config.algo]
     score = method.score if method else SCORES.get(config.algo, "pre/acc_micro")
     lag, gap = method.lag if method else 0, config.eval_every or config.rounds
@@ -293,9 +294,10 @@ def pairs(run: results.Run, found: list[float]) -> list[tuple[str, Any, float]]:
     if config.algo == "fedbabu":
         marks = [(label, t, "pre/untuned_acc_micro") for label, t, _ in marks]
         marks[-1] = (f"{config.rounds}, fine-tuned", config.rounds, score)
+    mine = [ours.get(t - lag, {}).get(name, math.nan) for _, t, name in marks]
     return [
-        (label, ours.get(t - lag, {}).get(name), their)
-        for (label, t, name), their in zip(marks, found, strict=True)
+        (label, None if math.isnan(x) else x, their)
+        for (label, *_), x, their in zip(marks, mine, found, strict=True)
     ]
 
 

@@ -55,7 +55,7 @@ def run(algo, rounds, **columns):
 
     config = SimpleNamespace(algo=algo, rounds=rounds, eval_every=1)
     metrics = pd.DataFrame({"round": range(rounds + 1), **columns})
-    experiment = SimpleNamespace(config=config, networks=["mlp"])
+    experiment = SimpleNamespace(config=config, networks=["mlp"] * 2)
     return SimpleNamespace(experiment=experiment, metrics=metrics)
 
 
@@ -65,6 +65,8 @@ def test_scores_are_paired_by_round():
         ("1", 0.1, 0.5),
         ("2", 0.2, 0.6),
     ]
+    ours = run("fedphp", 1, **{"post/global_acc_micro": [0.1, None]})
+    assert agreement.pairs(ours, [0.5, 0.6]) == [("0", 0.1, 0.5), ("1", None, 0.6)]
     scores = {"pre/untuned_acc_micro": [0.1, 0.2], "pre/acc_micro": [0.3, 0.4]}
     tuned = agreement.pairs(run("fedbabu", 1, **scores), [0.0, 0.5, 0.6])
     assert [x[1] for x in tuned] == [0.1, 0.2, 0.4]
