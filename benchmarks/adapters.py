@@ -8,7 +8,6 @@ one process.
 """
 
 import os
-import re
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ahead
+from benchmarks import ahead, compiled
 from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.engine import contract, memory, xla
 from fedjax_pfl.kernels.platform import on
@@ -215,30 +214,13 @@ def show_speed(clients: int = 20, batch: int = 4, steps: int = 1) -> None:
         print(f"{name}: {rate:.2f} client steps/s ({each})", flush=True)
 
 
-def products(text: str) -> list[list[tuple[int, ...]]]:
-    """Returns the shapes of the operands of each matrix product of an optimised
-    program, without dimensions of 1."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    found = []
-    for line in text.splitlines():
-        result = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = \(?\w+\[([\d,]*)\]", line)
-        if result is None:
-            continue
-        sizes = (int(n) for n in result[2].split(",") if n)
-        shapes[result[1]] = tuple(n for n in sizes if n > 1)
-        product = re.search(r" (?:dot|convolution|custom-call)\(([^)]*)\)", line)
-        if product and ("custom-call(" not in line or "gemm" in line):
-            names = re.findall(r"%([\w.\-]+)", product[1])
-            found.append([shapes.get(name, ()) for name in names])
-    return found
-
-
 def show_products(name: str, clients: int = 20, batch: int = 4) -> None:
     """Prints how many products of a round of all clients take a weight of the base, and
     how many take a copy of it per client."""
     target = ahead.TARGETS[name]
     if target.platform == "cuda":  # XLA finds no tiles for these products
-        os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=false"
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
     jax.config.update("jax_platforms", "cpu")
     platform = "tpu" if target.platform == "tpu" else "gpu"
     with on(platform), ahead.prepared(target) as (sharding, _):
@@ -247,7 +229,9 @@ def show_products(name: str, clients: int = 20, batch: int = 4) -> None:
         f = contract.abstract(given)._replace(placement=program.placement)
         text = ahead.lower(program, f, sharding).compile().as_text()
     base = {PATCH * PATCH * 3, WIDTH, 3 * WIDTH, 4 * WIDTH}  # sizes of its weights
-    operands = [shape for product in products(text) for shape in product]
+    products = compiled.products(text)
+    # a TPU's products have further dimensions of 1
+    operands = [tuple(n for n in x if n > 1) for both in products for x in both]
     shared = sum(len(x) == 2 and set(x) <= base for x in operands)
     own = sum(len(x) == 3 and x[0] == clients and set(x[1:]) <= base for x in operands)
     print(f"{name}: products with one weight of the base for all clients: {shared}")

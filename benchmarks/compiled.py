@@ -47,6 +47,7 @@ class Operation(NamedTuple):
     opcode: str
     where: str  # the name of the traced operation
     estimate: float | None  # cycles of a TPU, microseconds of a GPU
+    shape: tuple[int, ...]  # of the first result
     bytes: int  # of results and operands in the device's main memory
     small: bool  # fits into one vector register of a TPU
     operands: tuple[str, ...]
@@ -86,15 +87,16 @@ def _operation(name: str, text: str) -> Operation:
     trips, target, where = _TRIPS.search(text), _TARGET.search(text), _NAME.search(text)
     branches = [a or b for a, b in _BRANCHES.findall(text)]
     split = [name.strip(" %") for group in branches for name in group.split(",")]
-    result = text[: opcode.start(1)] if opcode else text
+    results = _SHAPE.findall(text[: opcode.start(1)] if opcode else text)
     operands = text[opcode.end() :].split(")")[0] if opcode else ""
     return Operation(
         name,
         opcode[1] if opcode else "",
         where[1] if where else "",
         float(estimate[1]) if estimate else None,
-        sum(map(_bytes, _SHAPE.findall(result))),
-        max(map(_elements, _SHAPE.findall(result)), default=0) <= REGISTER,
+        _sides(results[0]) if results else (),
+        sum(map(_bytes, results)),
+        max(map(_elements, results), default=0) <= REGISTER,
         tuple(_OPERAND.findall(operands)),
         int(trips[1]) if trips else None,
         tuple(split or _CALLED.findall(text)),
@@ -110,8 +112,24 @@ def _with_operands(rows: list[Operation]) -> list[Operation]:
     ]
 
 
+def products(text: str) -> list[list[tuple[int, ...]]]:
+    """Returns the shapes of the operands of each matrix product or convolution of an
+    optimised program, those of a GPU's libraries included."""
+    found = []
+    for rows in parse(text)[1].values():
+        shapes = {op.name: op.shape for op in rows}
+        for op in rows:
+            if op.opcode in ("dot", "convolution") or op.target.startswith("__cublas"):
+                found.append([shapes.get(name, ()) for name in op.operands])
+    return found
+
+
+def _sides(shape: tuple[str, str, str]) -> tuple[int, ...]:
+    return tuple(int(side) for side in shape[1].split(",") if side)
+
+
 def _elements(shape: tuple[str, str, str]) -> int:
-    return math.prod(int(side) for side in shape[1].split(",") if side)
+    return math.prod(_sides(shape))
 
 
 def _bytes(shape: tuple[str, str, str]) -> int:

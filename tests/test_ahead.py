@@ -53,6 +53,18 @@ def test_parts_of_a_program_and_what_lacks_a_cost(tmp_path):
     assert compiled.missing([round, step]) == "sort"
 
 
+def test_products_have_the_shapes_of_their_operands():
+    text = """ENTRY %main.1 (x: f32[4,8]) -> f32[4,2] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %w = f32[8,2]{1,0} constant({...})
+  %dot = f32[4,2]{1,0} dot(%x, %w), lhs_contracting_dims={1}
+  %gemm = (f32[4,2]{1,0}, s8[16]{0}) custom-call(%dot, %w), custom_call_target="__cublas$gemm"
+  ROOT %add = f32[4,2]{1,0} add(%dot, %dot)
+}
+"""
+    assert compiled.products(text) == [[(4, 8), (8, 2)], [(4, 2), (8, 2)]]
+
+
 def test_bytes_count_where_they_take_longer_than_the_bundles():
     _, step = compiled.Costs(PROGRAM, {"pool": 1}, 8.0).parts
     assert step.cost == 70 + (4 * 128 + 8 * 128) * 4 / 8

@@ -64,7 +64,7 @@ def test_scores_of_several_labels_are_their_definitions():
 
 @pytest.mark.parametrize(
     "label",
-    [REGRESSION, pytest.param(LABELS, marks=pytest.mark.slow)],
+    [REGRESSION, toy.slow(LABELS)],
     ids=["regression", "labels"],
 )
 @pytest.mark.parametrize(

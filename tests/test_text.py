@@ -194,7 +194,7 @@ def task_of(name, positions):
 ROWS = ("padding", "mask", "inactive", "scores")
 ON_TOKENS = [
     ("fedproto", "gru", LENGTH),
-    pytest.param("fedcp", "fasttext", None, marks=pytest.mark.slow),
+    toy.slow("fedcp", "fasttext", None),
     *(
         pytest.param(algo, name, LENGTH, marks=pytest.mark.slow)
         for algo, name in (
