@@ -10,11 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fedjax_pfl.kernels.dense import laid_out
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array
 
 MASKED = -1e9  # a logit of attention, finite where all are masked
 Activation = Callable[[Array], Array]
+
+
+def _gelu(x: Array) -> Array:
+    # as PyTorch computes it; `jax.nn.gelu` has the dearer erfc
+    return x * (0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5)))
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -23,7 +29,7 @@ def _gelu_tanh(x: Array) -> Array:
 
 # by their names in config.json of Hugging Face
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -120,12 +126,13 @@ class Attention(nnx.Module):
             q, k = rotated(q, c.rotary), rotated(k, c.rotary)
         if k.shape[2] < c.heads:
             k, v = (jnp.repeat(a, c.heads // a.shape[2], axis=2) for a in (k, v))
-        logits = jnp.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(size)
+        q, k, v = (laid_out(jnp.swapaxes(a, 1, 2)) for a in (q, k, v))  # [B, H, L, D]
+        logits = jnp.einsum("bhid,bhjd->bhij", q / math.sqrt(size), k)
         if seen is not None:
             logits = jnp.where(seen[:, None], logits, MASKED)
         weights = jax.nn.softmax(logits, axis=-1)
-        mixed = jnp.einsum("bhij,bjhd->bihd", weights, v)
-        return self.out(mixed.reshape(*h.shape[:2], -1))
+        mixed = laid_out(jnp.einsum("bhij,bhjd->bhid", weights, v))
+        return self.out(jnp.swapaxes(mixed, 1, 2).reshape(*h.shape[:2], -1))
 
 
 def rotated(a: Array, frequencies: tuple[float, ...]) -> Array:
