@@ -172,12 +172,14 @@ def row(target: Target, model: str, width: int, result: Result, least: float) ->
     second = sum(part.bundled for part in steps) / target.units
     counted = sum(part.counted for part in steps) / target.units / seconds
     rate = f"{width / seconds:,.0f}"
+    operations = sum(len(part.operations) + len(part.missing) for part in steps)
     return (
         model,
         str(width),
         f"at most {rate}" if holes else rate,
         f"{width / second:,.0f}" if second else None,
         f"{seconds * 1e6:,.0f}",
+        str(operations),
         f"{counted:.0%}",
         f"{seconds / least:.1f}",
         f"{(result.arguments + result.temporaries) / 1e6:,.0f}",
@@ -186,7 +188,8 @@ def row(target: Target, model: str, width: int, result: Result, least: float) ->
     )
 
 
-COLUMNS = ("model", "width", "client steps/s", "by bundles", "step us", "counted")
+COLUMNS = ("model", "width", "client steps/s", "by bundles", "step us")
+COLUMNS += ("operations", "counted")
 COLUMNS += ("times the floor", "memory MB", "compile s", "without a cost")
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import optax
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, trees
@@ -26,7 +25,6 @@ from fedjax_pfl.types import (
     Update,
 )
 
-row_loss = optax.losses.softmax_cross_entropy_with_integer_labels
 TINY = 1e-30  # a weight that has underflowed to zero has a logarithm
 
 
@@ -36,7 +34,7 @@ def losses_of_rows(task: Task, components: PyTree, batch: Batch) -> Array:
 
     def one(theta):
         logits = averaging.predictor(task.model, theta)(batch.x, batch.mask)
-        return row_loss(logits, batch.y)
+        return losses.cross_entropy_of_rows(logits, batch.y)
 
     return jax.lax.map(one, components).T  # [M, B] -> [B, M]
 
@@ -117,7 +115,7 @@ def fedem(
             logits, stats = model.apply(
                 w, batch.x, mask=batch.mask, train=True, key=key
             )
-            each = row_loss(logits, batch.y)
+            each = losses.cross_entropy_of_rows(logits, batch.y)
             return losses.masked_mean(q[batch.row] * each, batch.mask), stats
 
         return sgd(c, theta, loss=loss)
