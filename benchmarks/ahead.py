@@ -5,9 +5,11 @@
 
 The costs are estimates of the compilers, nothing is measured. Operations to which a
 TPU's compiler gives no estimate are counted by their instruction bundles; what has
-neither is named, and rates are then printed as upper bounds. `by bundles` takes the
+neither is named, and rates are then printed as upper bounds. `by rates` takes the
 bundles, or the bytes at the memory's rate if they take longer, for every operation:
-a second opinion on the same program. Waits for copies under way are in neither.
+a second opinion on the same program. For a GPU it takes the bytes of every operation
+at the memory's rate and the products at the peak, one after the other. Waits for
+copies under way are in neither.
 """
 
 import os
@@ -154,22 +156,25 @@ def compiled_round(
     return Result(parts, *sizes, seconds)
 
 
-def floor(target: Target, model: str, task: Task, width: int) -> float:
-    """Returns the least seconds of a local step: the larger of its products at the peak
-    and of weights and gradients once through memory."""
+def floors(target: Target, model: str, task: Task, width: int) -> tuple[float, float]:
+    """Returns the least seconds of a local step: of its products at the peak, and of
+    weights and gradients once through memory."""
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     classes, batch = setting.CLASSES, setting.batch_size(model)
     count = flops(setting.network(model), setting.SHAPES[model], classes, batch)
-    return width * max(count / target.flops, 3 * size / target.bandwidth)
+    return width * count / target.flops, width * 3 * size / target.bandwidth
 
 
-def row(target: Target, model: str, width: int, result: Result, least: float) -> tuple:
+def row(target: Target, model: str, task: Task, width: int, result: Result) -> tuple:
     """Returns a row of the table."""
+    products, weights = floors(target, model, task, width)
     steps = [part for part in result.parts if part.kind == "local step"]
     holes = missing(steps)
     seconds = sum(part.cost for part in steps) / target.units
     second = sum(part.bundled for part in steps) / target.units
+    if target.platform == "cuda":
+        second += products
     counted = sum(part.counted for part in steps) / target.units / seconds
     rate = f"{width / seconds:,.0f}"
     operations = sum(len(part.operations) + len(part.missing) for part in steps)
@@ -181,14 +186,14 @@ def row(target: Target, model: str, width: int, result: Result, least: float) ->
         f"{seconds * 1e6:,.0f}",
         str(operations),
         f"{counted:.0%}",
-        f"{seconds / least:.1f}",
+        f"{seconds / max(products, weights):.1f}",
         f"{(result.arguments + result.temporaries) / 1e6:,.0f}",
         f"{result.seconds:.0f}",
         holes or "nothing",
     )
 
 
-COLUMNS = ("model", "width", "client steps/s", "by bundles", "step us")
+COLUMNS = ("model", "width", "client steps/s", "by rates", "step us")
 COLUMNS += ("operations", "counted")
 COLUMNS += ("times the floor", "memory MB", "compile s", "without a cost")
 
@@ -216,7 +221,7 @@ def estimate(
         result = compiled_round(target, where, FLAGS.algo, task, federation, width)
     if FLAGS.top:
         show(target, result, FLAGS.top)
-    return row(target, model, width, result, floor(target, model, task, width))
+    return row(target, model, task, width, result)
 
 
 def main(argv: list[str]) -> None:

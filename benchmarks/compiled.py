@@ -63,7 +63,8 @@ class Part(NamedTuple):
     trips: int | None  # how often a turn of the surrounding part executes it
     cost: float  # what has an estimate or was counted
     counted: float  # the share of `cost` that was counted by instruction bundles
-    bundled: float  # by bundles and bytes only; estimates where there are none
+    # by bundles and bytes only, on a GPU by bytes; estimates where there are none
+    bundled: float
     operations: list[tuple[float, Operation]]  # the dearest first
     missing: list[Operation]  # neither estimated nor counted: `cost` lacks them
 
@@ -220,9 +221,12 @@ class Costs:
             found.insert(position, part)
 
     def _cost(self, op: Operation) -> float | None:
-        return self._bundled(op) if op.estimate is None else op.estimate
+        unknown = op.estimate is None and self._counted
+        return self._bundled(op) if unknown else op.estimate
 
     def _bundled(self, op: Operation) -> float | None:
+        if not self._counted:  # of a GPU
+            return op.bytes / self._rate
         cycles = self._counted.get(op.name)
         return None if cycles is None else max(cycles, op.bytes / self._rate)
 
