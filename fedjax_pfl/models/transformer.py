@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fedjax_pfl.kernels.dense import laid_out
+from fedjax_pfl.kernels.rows import layer_norm, softmax
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Array
 
@@ -90,9 +91,18 @@ class Layout:
         return self.heads * size, shared, shared
 
 
+class LayerNorm(nnx.LayerNorm):
+    """Layer norm, with scale and bias that of `kernels.rows`."""
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if mask is not None or self.scale is None or self.bias is None:
+            return super().__call__(x, mask=mask)
+        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+
+
 def norm(layout: Layout, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
     """Returns a norm over features."""
-    make = nnx.RMSNorm if layout.norm == "rms" else nnx.LayerNorm
+    make = nnx.RMSNorm if layout.norm == "rms" else LayerNorm
     return make(layout.width, epsilon=layout.epsilon, rngs=rngs)
 
 
@@ -130,7 +140,7 @@ class Attention(nnx.Module):
         logits = jnp.einsum("bhid,bhjd->bhij", q / math.sqrt(size), k)
         if seen is not None:
             logits = jnp.where(seen[:, None], logits, MASKED)
-        weights = jax.nn.softmax(logits, axis=-1)
+        weights = softmax(logits)
         mixed = laid_out(jnp.einsum("bhij,bhjd->bhid", weights, v))
         return self.out(jnp.swapaxes(mixed, 1, 2).reshape(*h.shape[:2], -1))
 
