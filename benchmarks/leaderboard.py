@@ -34,8 +34,22 @@ RATES = (0.3, 0.1, 0.03, 0.01, 0.003)
 SEEDS = (0, 1, 2)
 ROOT = Path(__file__).parent.parent
 BOARD = ROOT / "experiments" / "results" / "leaderboard.json"
-# methods without an accuracy -> the reason that the page gives
-ABSENT = {"feddva": "models the images, and is scored by their ELBO"}
+# methods without a row -> the reason that the page gives
+ABSENT = {
+    "feddva": "models the images, and is scored by their ELBO",
+    "hetlora": "trains the adapters of a frozen network, here all weights are trained",
+}
+PUBLIC = {  # setting -> public examples of the methods that need them
+    "digits": "digits:200",
+    "mnist": "fashion_mnist:1000",
+    "cifar10": "cifar100:1000",
+    "fashion_mnist": "mnist:1000",
+}
+MORE = {  # a network it can train; a warm-up shorter than the run
+    "mocha": ["--model=linear"],
+    "fedl2g": ["--hparam=warmup=1"],
+}
+DISTILL = ("feddf", "fedmd", "mnfl_het", "pfeddf", "sim_pfd", "topk_pfd")
 COLUMNS = {  # column -> point, score, statistic over clients
     "before": ("pre", "acc", "macro"),
     "after": ("post", "acc", "macro"),
@@ -81,6 +95,8 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
     folder = root / setting / algo
     given = [f"--preset={SETTINGS[setting]}", f"--algo={algo}", f"--root={folder}"]
     given += ["--val_fraction=0.2", "--eval_every=1000", "--width=1", "--devices=1"]
+    given += [f"--public={PUBLIC[setting]}"] if algo in DISTILL else []
+    given += MORE.get(algo, [])
     sweep.sweep([*given, f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, RATES))}"])
     lr = chosen(results.last(results.frame(results.find([folder]))))
     others = ",".join(map(str, SEEDS[1:]))
