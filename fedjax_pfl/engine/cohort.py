@@ -370,23 +370,30 @@ class Cohort:
             share, first, rest = one(position)
             return aggregate.weigh(share, first), rest
 
-        def chunk(total: PyTree, positions: Array) -> tuple[PyTree, PyTree]:
+        def chunk(
+            carry: tuple[PyTree, PyTree], positions: Array
+        ) -> tuple[tuple[PyTree, PyTree], None]:
+            total, results = carry
             # no vmap: a batched loop condition copies the carry by a select per step
             if width == 1:
                 part, rest = weighed(positions[0])
+                results = jax.tree.map(
+                    lambda all, x: all.at[positions[0]].set(x), results, rest
+                )
             else:
                 parts, rest = jax.vmap(weighed)(positions)
                 part = jax.tree.map(lambda x: jnp.sum(x, axis=0), parts)
-            return trees.add(total, part), rest
+                results = trees.scatter(results, positions, rest, positions < count)
+            return (trees.add(total, part), results), None
 
         one = trees.traced_once(one)  # for the shape of the sum, and in the loop
-        share, first, _ = jax.eval_shape(one, positions[0, 0])
+        share, first, rest = jax.eval_shape(one, positions[0, 0])
         shapes = jax.eval_shape(aggregate.weigh, share, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, rest = jax.lax.scan(chunk, zeros, positions)
-        if width > 1:
-            rest = jax.tree.map(lambda x: x.reshape(chunks * width, *x.shape[2:]), rest)
-        return total, trees.gather(rest, jnp.argsort(order)), first
+        # carried, not stacked by the scan: rows in the scan's order would be copied
+        results = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), rest)
+        (total, results), _ = jax.lax.scan(chunk, (zeros, results), positions)
+        return total, results, first
 
 
 def _public(federation: Federation, task: Task, active: Array) -> Data | None:
