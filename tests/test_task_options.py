@@ -29,7 +29,7 @@ PLAIN = {
     "scan": 6,
     "while": 2,
     "cond": 1,
-    "sort": 4,
+    "sort": 3,
 }
 QUICK = ("fedavg", "mocha", "fml", "fedmd")
 each_method = pytest.mark.parametrize(
