@@ -72,8 +72,9 @@ def chosen(table: pd.DataFrame) -> float:
 
 
 def row(table: pd.DataFrame, lr: float) -> dict[str, Any]:
-    """Returns a row: accuracies in % with the deviation over seeds, MB, seconds."""
-    found = table[table["lr"] == lr]
+    """Returns a row: accuracies in % with the deviation over the seeds that did not
+    diverge, MB, seconds."""
+    found = table[(table["lr"] == lr) & (table["status"] == "complete")]
     result: dict[str, Any] = {"lr": lr, "seeds": int(found["seed"].nunique())}
     for column, (point, score, statistic) in COLUMNS.items():
         rows = found[(found["point"] == point) & (found["score"] == score)]
