@@ -79,7 +79,9 @@ def row(table: pd.DataFrame, lr: float) -> dict[str, Any]:
     for column, (point, score, statistic) in COLUMNS.items():
         rows = found[(found["point"] == point) & (found["score"] == score)]
         values = 100 * rows[statistic]
-        result[column] = [round(values.mean(), 2), round(values.std(), 2)]
+        # no deviation of a single seed
+        spread = round(values.std(), 2) if len(values) > 1 else 0.0
+        result[column] = [round(values.mean(), 2), spread]
     spent = found.groupby("run")[["megabytes", "seconds"]].max().mean()
     return result | {"MB": round(spent.iloc[0], 2), "seconds": round(spent.iloc[1], 1)}
 

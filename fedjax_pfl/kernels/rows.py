@@ -26,15 +26,16 @@ def _softmax_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 def layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     """Computes (x - mean) / sqrt(variance + epsilon) * scale + bias over the last axis
-    of x [..., K] (Ba et al., Layer normalization, 2016), the statistics in float32."""
+    of x [..., K] (Ba et al., Layer normalization, 2016), in float32 or wider."""
     dtype = jnp.result_type(x, scale)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     x = laid_out(x - _spread(jnp.mean(x, axis=-1), x))
     variance = jnp.mean(x * x, axis=-1)
     factor = _spread(jax.lax.rsqrt(variance + epsilon), x)
-    x = laid_out(x * factor).astype(dtype)
-    one = [1] * (x.ndim - 1)
-    return x * scale.reshape(*one, -1) + bias.reshape(*one, -1)
+    x = laid_out(x * factor)
+    ones = [1] * (x.ndim - 1)
+    scale, bias = (a.astype(x.dtype).reshape(*ones, -1) for a in (scale, bias))
+    return (x * scale + bias).astype(dtype)
 
 
 def _spread(x: Array, like: Array) -> Array:

@@ -20,8 +20,9 @@ Activation = Callable[[Array], Array]
 
 
 def _gelu(x: Array) -> Array:
-    # as PyTorch computes it; `jax.nn.gelu` has the dearer erfc
-    return x * (0.5 + 0.5 * jax.lax.erf(x * math.sqrt(0.5)))
+    # `jax.nn.gelu` has erfc, which is slower; in bfloat16 this sum would cancel
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (y * (0.5 + 0.5 * jax.lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -92,7 +93,7 @@ class Layout:
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Layer norm, with scale and bias that of `kernels.rows`."""
+    """Layer norm by `kernels.rows.layer_norm` where it has scale and bias."""
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         if mask is not None or self.scale is None or self.bias is None:
