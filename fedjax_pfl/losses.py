@@ -38,10 +38,10 @@ def cross_entropy(logits: Array, y: Array, mask: Array) -> Array:
 
 
 def cross_entropy_of_rows(logits: Array, y: Array) -> Array:
-    """Cross entropy of logits [B, C] and labels [B], [B].
+    """Computes the cross entropy [B] of logits [B, C] and labels [B] in [0, C).
 
-    The logits of the labels are a sum, because the gradient of an index is a scatter,
-    by the estimate of an H100's compiler half of a small network's step."""
+    The logits of the labels are a sum, because the gradient of an index is a scatter.
+    """
     own = y[:, None] == jnp.arange(logits.shape[-1])[None]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(
         jnp.where(own, logits, 0), axis=-1
