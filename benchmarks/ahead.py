@@ -8,8 +8,8 @@ TPU's compiler gives no estimate are counted by their instruction bundles; what 
 neither is named, and rates are then printed as upper bounds. `by rates` takes the
 bundles, or the bytes at the memory's rate if they take longer, for every operation:
 a second opinion on the same program. For a GPU it takes the bytes of every operation
-at the memory's rate and the products at the peak, one after the other. Waits for
-copies under way are in neither.
+that has an estimate at the memory's rate and the products at the peak, one after the
+other. Waits for copies under way are in neither.
 """
 
 import os

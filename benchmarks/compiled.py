@@ -225,7 +225,7 @@ class Costs:
         return self._bundled(op) if unknown else op.estimate
 
     def _bundled(self, op: Operation) -> float | None:
-        if not self._counted:  # of a GPU
+        if not self._counted:  # a GPU has no bundles
             return op.bytes / self._rate
         cycles = self._counted.get(op.name)
         return None if cycles is None else max(cycles, op.bytes / self._rate)

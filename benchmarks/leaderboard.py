@@ -37,7 +37,7 @@ BOARD = ROOT / "experiments" / "results" / "leaderboard.json"
 # methods without a row -> the reason that the page gives
 ABSENT = {
     "feddva": "models the images, and is scored by their ELBO",
-    "hetlora": "trains the adapters of a frozen network, here all weights are trained",
+    "hetlora": "needs a frozen base; these settings train all weights",
 }
 PUBLIC = {  # setting -> public examples of the methods that need them
     "digits": "digits:200",
@@ -49,7 +49,7 @@ MORE = {  # a network it can train; a warm-up shorter than the run
     "mocha": ["--model=linear"],
     "fedl2g": ["--hparam=warmup=1"],
 }
-DISTILL = ("feddf", "fedmd", "mnfl_het", "pfeddf", "sim_pfd", "topk_pfd")
+NEEDS_PUBLIC = ("feddf", "fedmd", "mnfl_het", "pfeddf", "sim_pfd", "topk_pfd")
 COLUMNS = {  # column -> point, score, statistic over clients
     "before": ("pre", "acc", "macro"),
     "after": ("post", "acc", "macro"),
@@ -79,8 +79,7 @@ def row(table: pd.DataFrame, lr: float) -> dict[str, Any]:
     for column, (point, score, statistic) in COLUMNS.items():
         rows = found[(found["point"] == point) & (found["score"] == score)]
         values = 100 * rows[statistic]
-        # no deviation of a single seed
-        spread = round(values.std(), 2) if len(values) > 1 else 0.0
+        spread = round(values.std(), 2) if len(values) > 1 else None
         result[column] = [round(values.mean(), 2), spread]
     spent = found.groupby("run")[["megabytes", "seconds"]].max().mean()
     return result | {"MB": round(spent.iloc[0], 2), "seconds": round(spent.iloc[1], 1)}
@@ -98,7 +97,7 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
     folder = root / setting / algo
     given = [f"--preset={SETTINGS[setting]}", f"--algo={algo}", f"--root={folder}"]
     given += ["--val_fraction=0.2", "--eval_every=1000", "--width=1", "--devices=1"]
-    given += [f"--public={PUBLIC[setting]}"] if algo in DISTILL else []
+    given += [f"--public={PUBLIC[setting]}"] if algo in NEEDS_PUBLIC else []
     given += MORE.get(algo, [])
     sweep.sweep([*given, f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, RATES))}"])
     lr = chosen(results.last(results.frame(results.find([folder]))))

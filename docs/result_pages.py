@@ -132,9 +132,14 @@ def _higher(row: dict[str, Any]) -> float:
     return max(row["before"][0], row["after"][0])
 
 
+def _accuracy(mean: float, spread: float | None) -> str:
+    """Returns mean and deviation, of one seed the mean."""
+    return f"{mean:.2f}" if spread is None else f"{mean:.2f} ± {spread:.2f}"
+
+
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
-        name: f"{x[0]:.2f} ± {x[1]:.2f}" if isinstance(x, list) else f"{x:g}"
+        name: _accuracy(*x) if isinstance(x, list) else f"{x:g}"
         for name, x in row.items()
     }
 

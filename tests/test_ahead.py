@@ -65,6 +65,13 @@ def test_products_have_the_shapes_of_their_operands():
     assert compiled.products(text) == [[(4, 8), (8, 2)], [(4, 2), (8, 2)]]
 
 
+def test_a_gpu_is_rated_by_bytes():
+    round, step = compiled.Costs(PROGRAM, {}, 8.0).parts
+    assert (round.cost, step.cost) == (9, 70)  # estimates
+    assert step.bundled == (8 * 128 + 8 * 128) * 4 / 8  # of fusion.1
+    assert [op.name for op in step.missing] == ["sort"]
+
+
 def test_bytes_count_where_they_take_longer_than_the_bundles():
     _, step = compiled.Costs(PROGRAM, {"pool": 1}, 8.0).parts
     assert step.cost == 70 + (4 * 128 + 8 * 128) * 4 / 8

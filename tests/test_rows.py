@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.kernels.rows import layer_norm, softmax
+from fedjax_pfl.models.transformer import ACTIVATIONS
 
 
 def _theirs(x, scale, bias):
@@ -48,3 +49,11 @@ def test_statistics_of_bfloat16_are_float32():
     y = layer_norm(x, one, 0 * one, 1e-5)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(float(y[0, 0]), 22.6, rtol=0.01)  # sqrt(511)
+
+
+def test_gelu_of_bfloat16_does_not_cancel():
+    x = jnp.linspace(-4, 4, 101, dtype=jnp.bfloat16)
+    exact = jax.nn.gelu(x.astype(jnp.float32), approximate=False)
+    y = ACTIVATIONS["gelu"](x)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-7, atol=1e-6)

@@ -195,14 +195,14 @@ def matmul_conv(
     x = jnp.stack(shifts(x, 1, kh, strides[0]), axis=3)
     kernel = kernel.reshape(-1, out)
     if out <= NARROW:
-        kernel = _gradient_by_rows(kernel)
+        kernel = gradient_by_rows(kernel)
     return jnp.dot(x.reshape(-1, len(kernel)), kernel, precision=precision).reshape(
         *x.shape[:3], out
     )
 
 
 @jax.custom_jvp
-def _gradient_by_rows(kernel: Array) -> Array:
+def gradient_by_rows(kernel: Array) -> Array:
     """The kernel [K, O] itself; its gradient is the product g^T x [O, K], transposed.
 
     XLA would turn that into x^T g, whose time was measured to be up to three times as
@@ -211,7 +211,7 @@ def _gradient_by_rows(kernel: Array) -> Array:
     return kernel
 
 
-@_gradient_by_rows.defjvp
+@gradient_by_rows.defjvp
 def _gradient_by_rows_jvp(
     primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:

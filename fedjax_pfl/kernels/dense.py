@@ -54,10 +54,10 @@ def dot_general(
 
 
 def laid_out(x: Array) -> Array:
-    """Returns x, on a CPU in memory as it is indexed.
+    """Returns x [...], which XLA on a CPU then does not merge with its neighbours.
 
-    XLA merges transpositions into the products that take or give x. On a CPU products
-    are then slower than the copy: a step of LoRA on ViT-Tiny by 8 %.
+    Products that XLA merged with a transposition were slower there than a copy and a
+    plain product; a step of `benchmarks.adapters speed` is faster with it.
     """
     return lax.optimization_barrier(x) if platform() == "cpu" else x
 

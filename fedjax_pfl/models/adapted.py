@@ -12,7 +12,7 @@ from flax import nnx, traverse_util
 
 from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.kernels.dense import laid_out
+from fedjax_pfl.kernels.convolution import gradient_by_rows
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nnx_model import composed, model
 from fedjax_pfl.models.registry import Factory
@@ -337,11 +337,12 @@ def _with_lora(kind: Any) -> Any:
     """Returns a subclass of a layer that adds scale (x A) B to its result."""
 
     def low(self: Any, x: Array) -> Array:
-        """x A: [..., I] -> [n, r], of a convolution [B, H, W, r]."""
+        """x A: [..., I] -> [n, r] with the leading axes joined; of a convolution [B, H,
+        W, I] -> [B, H', W', r]."""
         if issubclass(kind, nnx.Conv):
             return self.lora_a(x)
-        a = laid_out(self.lora_a[...].T)  # [r, I], and its gradient
-        return jnp.einsum("ni,ri->nr", x.reshape(-1, a.shape[1]), a)
+        a = self.lora_a[...]
+        return x.reshape(-1, len(a)) @ gradient_by_rows(a)
 
     def call(self: Any, x: Array, *args: Any, **kwargs: Any) -> Array:
         y = kind.__call__(self, x, *args, **kwargs)
