@@ -51,6 +51,24 @@ def test_statistics_of_bfloat16_are_float32():
     np.testing.assert_allclose(float(y[0, 0]), 22.6, rtol=0.01)  # sqrt(511)
 
 
+def test_gradients_of_bfloat16_are_those_of_float32():
+    rng = np.random.default_rng(0)
+    x, scale, bias, weights = (
+        jnp.asarray(rng.normal(size=n), jnp.bfloat16)
+        for n in ((8, 512), 512, 512, (8, 512))
+    )
+
+    def gradients(dtype):
+        loss = lambda x, *a: jnp.sum(weights.astype(dtype) * _ours(x, *a))
+        arguments = (a.astype(dtype) for a in (x, scale, bias))
+        return jax.grad(loss, argnums=(0, 1, 2))(*arguments)
+
+    for low, high in zip(gradients(jnp.bfloat16), gradients(jnp.float32), strict=True):
+        assert low.dtype == jnp.bfloat16
+        difference = jnp.linalg.norm(low.astype(jnp.float32) - high)
+        assert difference < 0.01 * jnp.linalg.norm(high)
+
+
 def test_gelu_of_bfloat16_does_not_cancel():
     x = jnp.linspace(-4, 4, 101, dtype=jnp.bfloat16)
     exact = jax.nn.gelu(x.astype(jnp.float32), approximate=False)
