@@ -49,6 +49,8 @@ MORE = {  # a network it can train; a warm-up shorter than the run
     "mocha": ["--model=linear"],
     "fedl2g": ["--hparam=warmup=1"],
 }
+# methods whose learning rates are hyperparameters of their own: `lr` changes nothing
+OWN_RATES = ("mocha", "pfedhn")
 NEEDS_PUBLIC = ("feddf", "fedmd", "mnfl_het", "pfeddf", "sim_pfd", "topk_pfd")
 COLUMNS = {  # column -> point, score, statistic over clients
     "before": ("pre", "acc", "macro"),
@@ -99,7 +101,8 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
     given += ["--val_fraction=0.2", "--eval_every=1000", "--width=1", "--devices=1"]
     given += [f"--public={PUBLIC[setting]}"] if algo in NEEDS_PUBLIC else []
     given += MORE.get(algo, [])
-    sweep.sweep([*given, f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, RATES))}"])
+    rates = RATES[-1:] if algo in OWN_RATES else RATES
+    sweep.sweep([*given, f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, rates))}"])
     lr = chosen(results.last(results.frame(results.find([folder]))))
     others = ",".join(map(str, SEEDS[1:]))
     sweep.sweep([*given, f"--seed={others}", f"--lr={lr}"])
