@@ -5,12 +5,14 @@ from functools import partial
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from flax import nnx
 
 from benchmarks import (
     feddva,
     htfllib,
+    leaderboard,
     memory,
     mixed,
     peers,
@@ -305,3 +307,19 @@ def test_the_plain_autoencoder_is_feddvas_without_what_is_personal(monkeypatch):
             np.all(np.isfinite(jax.tree.leaves(moved)))
             and max(jax.tree.leaves(moved)) > 1e-4
         )
+
+
+def test_a_rate_at_which_a_seed_diverged_is_not_chosen():
+    runs = [
+        (0.3, 0, "complete", 0.9),
+        (0.3, 1, "diverged", np.nan),
+        (0.1, 0, "complete", 0.7),
+        (0.1, 1, "complete", 0.95),
+        (0.03, 0, "complete", 0.8),
+        (0.01, 0, "diverged", 0.85),
+    ]
+    table = pd.DataFrame(runs, columns=["lr", "seed", "status", "macro"])
+    table = table.assign(point="val", score="acc")
+    assert leaderboard.chosen(table) == 0.03
+    with pytest.raises(InputError, match="diverges at every"):
+        leaderboard.chosen(table[table["status"] == "diverged"])
