@@ -101,20 +101,23 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
     if algo in ABSENT:
         raise InputError(ABSENT[algo])
     folder = root / setting / algo
-    given = [f"--preset={SETTINGS[setting]}", f"--algo={algo}", f"--root={folder}"]
+    given = [f"--preset={SETTINGS[setting]}", f"--algo={algo}"]
     given += ["--val_fraction=0.2", "--eval_every=1000", "--width=1", "--devices=1"]
     given += [f"--public={PUBLIC[setting]}"] if algo in NEEDS_PUBLIC else []
     given += MORE.get(algo, [])
     rates = RATES[-1:] if algo in OWN_RATES else RATES
-    sweep.sweep([*given, f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, rates))}"])
+    first = [f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, rates))}"]
+    sweep.sweep([*given, *first, f"--root={folder}"])
     others = ",".join(map(str, SEEDS[1:]))
     while True:
-        table = results.last(results.frame(results.find([folder])))
+        folders = [folder, *folder.glob("others-lr=*")]
+        table = results.last(results.frame(results.find(folders)))
         lr = chosen(table)
         found = row(table, lr)
         if found["seeds"] == len(SEEDS):
             return found
-        sweep.sweep([*given, f"--seed={others}", f"--lr={lr}"])
+        own = folder / f"others-lr={lr}"
+        sweep.sweep([*given, f"--seed={others}", f"--lr={lr}", f"--root={own}"])
 
 
 def keep(setting: str, algo: str, found: dict[str, Any]) -> None:
