@@ -85,8 +85,7 @@ def row(table: pd.DataFrame, lr: float) -> dict[str, Any]:
     for column, (point, score, statistic) in COLUMNS.items():
         rows = found[(found["point"] == point) & (found["score"] == score)]
         values = 100 * rows[statistic]
-        spread = round(values.std(), 2) if len(values) > 1 else None
-        result[column] = [round(values.mean(), 2), spread]
+        result[column] = [round(values.mean(), 2), round(values.std(), 2)]
     spent = found.groupby("run")[["megabytes", "seconds"]].max().mean()
     return result | {"MB": round(spent.iloc[0], 2), "seconds": round(spent.iloc[1], 1)}
 

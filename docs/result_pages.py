@@ -96,8 +96,9 @@ _BOARD = (
     "FedMD, MNFL for several architectures, Sim-pFD and TopK-pFD have public "
     "examples: 200 of the digits, else 1,000 of Fashion-MNIST, CIFAR-100 or MNIST. "
     "CIFAR-10 is a subset of 14,000 images here, of which the clients have a fifth. "
-    "Rows are ordered by the better of both accuracies. `--tuned` takes the learning "
-    "rate of this table. The settings are presets: `digits`, `leaderboard_mnist`, "
+    "Other runs shared the machine while the seconds were measured. Rows are ordered "
+    "by the better of both accuracies. `--tuned` takes the learning rate of this "
+    "table. The settings are presets: `digits`, `leaderboard_mnist`, "
     "`leaderboard_cifar10` and `leaderboard_fashion_mnist`."
 )
 
@@ -136,14 +137,9 @@ def _higher(row: dict[str, Any]) -> float:
     return max(row["before"][0], row["after"][0])
 
 
-def _accuracy(mean: float, spread: float | None) -> str:
-    """Returns mean and deviation, of one seed the mean."""
-    return f"{mean:.2f}" if spread is None else f"{mean:.2f} ± {spread:.2f}"
-
-
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
-        name: _accuracy(*x) if isinstance(x, list) else f"{x:g}"
+        name: f"{x[0]:.2f} ± {x[1]:.2f}" if isinstance(x, list) else f"{x:g}"
         for name, x in row.items()
     }
 
