@@ -338,12 +338,23 @@ def post(
 ) -> dict[str, Array]:
     """Computes the scores right after local training if `cohort.evaluated`, else
     NaN."""
-    run = trees.traced_once(lambda: client(c, predictor, score, cohort.metrics))
+
+    def scores() -> dict[str, Array]:
+        return client(c, predictor, score, cohort.metrics)
+
+    run = trees.traced_once(scores)
     nothing = {
         name: jnp.full(x.shape, jnp.nan, x.dtype)
         for name, x in jax.eval_shape(run).items()
     }
-    return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
+
+    def evaluated(_: Array, _nothing: dict[str, Array]) -> dict[str, Array]:
+        return run()
+
+    # no cond: a TPU's compiler would leave the weights in its main memory while they
+    # are trained, since a branch reads them there
+    times = cohort.evaluated.astype(jnp.int32)
+    return jax.lax.fori_loop(0, times, evaluated, nothing)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_pfl.errors import choose
+from fedjax_pfl.kernels import paired
 from fedjax_pfl.kernels.depthwise import depthwise_conv
 from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array
@@ -98,7 +99,7 @@ def conv_general_dilated(
 
     Depthwise ones, of as many groups as channels in and out, are `depthwise_conv` in
     all forms but "xla". Dilated, otherwise grouped, sharded, not two-dimensional and
-    not NHWC convolutions always go to lax.
+    not NHWC convolutions always go to lax. Images may come in `paired.pairs`.
     """
     depthwise = 1 < feature_group_count == lhs.shape[-1] == rhs.shape[-1]
     unit = all(
@@ -116,6 +117,9 @@ def conv_general_dilated(
         and not kwargs.get("out_sharding")
     )
     chosen = current_form()
+    if plain and paired.is_paired(lhs, rhs.shape[2]):
+        pads = _explicit(padding, lhs, rhs, window_strides)
+        return paired.conv(lhs, rhs, window_strides, pads, kwargs.get("precision"))
     if not plain or chosen in XLA or not _is_nhwc(lhs, rhs, dimension_numbers):
         others = (lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count)
         return lax.conv_general_dilated(

@@ -8,7 +8,7 @@ HWIO.
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -265,8 +265,8 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(  # type: ignore[override]  # Flax's takes other arguments
         self, x: Array, mask: Array | None = None, train: bool = False
     ) -> Array:
-        """Normalises x [B, ..., C] over all axes but the last; mask [B] bool says which
-        rows are valid.
+        """Normalises x [B, ..., C] over all axes but the last, or its
+        `kernels.paired.pairs`; mask [B] bool says which rows are valid.
 
         Raises:
           InputError: its network got a mask and does not hand it on.
@@ -276,7 +276,13 @@ class BatchNorm(nnx.BatchNorm):
         # sums of bfloat16 would lose digits
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype
         axes = tuple(range(x.ndim - 1))
-        wide: Callable[[Array], Array] = lambda v: v.reshape(*[1] * len(axes), -1)
+        pixels = x.shape[-1] // self.num_features  # next to each other: 1, in pairs 2
+
+        def wide(v: Array) -> Array:
+            return jnp.tile(v, pixels).reshape(*[1] * len(axes), -1)
+
+        def by_channel(v: Array) -> Array:
+            return v.reshape(pixels, -1).sum(0) if pixels > 1 else v
 
         def valid(x: Array) -> Array:
             return (
@@ -286,7 +292,9 @@ class BatchNorm(nnx.BatchNorm):
             )
 
         count = jnp.asarray(
-            (len(x) if mask is None else mask.sum()) * math.prod(x.shape[1:-1]), x.dtype
+            (len(x) if mask is None else mask.sum())
+            * (math.prod(x.shape[1:-1]) * pixels),
+            x.dtype,
         )
         n, of_batch = jnp.maximum(count, 1), train or self.mean is None
         if of_batch and mask is None and _padded.get():
@@ -294,17 +302,26 @@ class BatchNorm(nnx.BatchNorm):
                 "A batch norm must get the `mask` of its network's __call__, or masked "
                 "rows would count."
             )
-        mean = valid(x.sum(axes[1:])).sum(0) / n if of_batch else self.mean[...]
+        one_pass = of_batch and current_form() == "packed"
+        if one_pass:
+            mean = by_channel(valid(x).sum(axes)) / n
+        elif of_batch:
+            mean = by_channel(valid(x.sum(axes[1:])).sum(0)) / n
+        else:
+            mean = self.mean[...]
         # A constant is subtracted from x and corrected for: the mean's gradient then
         # takes no sum over x of its own, and x less the constant is all that is kept
         # for it (a step of ResNet-18 on a CPU: 0.96 of the time).
-        constant = lax.stop_gradient(mean)
+        # A TPU adds x and its square while a convolution writes x, so that there it
+        # is zero.
+        constant = jnp.zeros_like(mean) if one_pass else lax.stop_gradient(mean)
         centred, shift = valid(x - wide(constant)), mean - constant
         var = (
-            (centred * centred).sum(axes) / n - shift * shift
+            by_channel((centred * centred).sum(axes)) / n - shift * shift
             if of_batch
             else self.var[...]
         )
+        var = jnp.maximum(var, 0) if one_pass else var  # rounding
         if train and self.mean is not None:
             self._update(mean, var * n / jnp.maximum(n - 1, 1), count)
         scale = self.scale[...] * lax.rsqrt(var + self.epsilon)

@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 
 from fedjax_pfl.errors import choose
+from fedjax_pfl.kernels import packed, paired
+from fedjax_pfl.kernels.convolution import current_form
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Dense, Net, Shape, check_images
 from fedjax_pfl.types import Array
@@ -47,6 +49,10 @@ class Block(nnx.Module):
                 cin, cout, 1, 0, rngs, strides, use_bias=False, **kwargs
             )
             self.shortcut_norm = norm(cout, rngs=rngs)
+
+    def convolutions(self) -> list[nnx.Module]:
+        """All of them, two or three."""
+        return [self.conv1, self.conv2, *([self.shortcut] if self.projects else [])]
 
     def __call__(
         self, x: Array, mask: Array | None = None, train: bool = False
@@ -99,11 +105,29 @@ class ResNet(nnx.Module):
     def __call__(
         self, x: Array, mask: Array | None = None, train: bool = False
     ) -> Array:
+        x = paired.pairs(x) if self._has_pairs(x) else x
         x = jax.nn.relu(self.norm(self.stem(x), mask, train))
         x = layers.max_pool_3(x) if self.pools else x
         for block in self.blocks:
             x = block(x, mask, train)
         return self.dense(x.mean((1, 2)))
+
+    def _has_pairs(self, x: Array) -> bool:
+        """True where the stem and the first stage compute on pairs of pixels, because
+        its channels fill at most half of a TPU's lanes; the second stage's stride
+        divides them again."""
+        first = [self.stem, *(c for b in self.blocks[:3] for c in b.convolutions())]
+        norms = [self.norm, *(n for b in self.blocks[:2] for n in (b.norm1, b.norm2))]
+        return (
+            current_form() == "packed"
+            and not self.pools
+            and len(self.blocks) > 2
+            and 2 * self.stem.out_features <= packed.LANES
+            and x.shape[2] % 2 == 0
+            # adapters add to a convolution
+            and all(type(c) is nnx.Conv for c in first)
+            and all(type(n) is layers.BatchNorm for n in norms)
+        )
 
 
 def resnet(

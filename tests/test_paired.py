@@ -1,0 +1,82 @@
+"""Pairs of pixels in the lanes of a TPU, against convolutions and batch norm of single
+pixels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax import lax
+
+from fedjax_pfl import models
+from fedjax_pfl.kernels import paired
+from fedjax_pfl.models import resnet
+
+KEY = jax.random.key(0)
+
+
+def plain(x, kernel, stride, padding):
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        [(padding, padding)] * 2,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def in_pairs(x, kernel, stride, padding):
+    pads = [(padding, padding)] * 2
+    y = paired.conv(paired.pairs(x), kernel, (stride, stride), pads)
+    if stride == 1:
+        assert paired.is_paired(y, kernel.shape[-1])
+    return y.reshape(*y.shape[:2], x.shape[2] // stride, -1)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1, 2, 3])
+def test_convolution_and_its_gradients_are_those_of_single_pixels(padding, stride):
+    rng, side = np.random.default_rng(0), 2 * padding + 1
+    x = jnp.asarray(rng.normal(size=(2, 7, 10, 3)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(side, side, 3, 5)), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(conv):
+        function = lambda x, kernel: conv(x, kernel, stride, padding)
+        y, pullback = jax.vjp(function, x, kernel)
+        return y, pullback(jnp.cos(y))
+
+    toy.assert_close(run(in_pairs), run(plain), 1e-4)
+
+
+def narrow(input_shape, num_classes, rngs, **options):
+    return resnet.resnet(input_shape, num_classes, rngs, widths=(4, 8), **options)
+
+
+@pytest.mark.parametrize(
+    "width, norm", [(6, "batch"), toy.slow(5, "batch"), toy.slow(6, "group")]
+)
+def test_residual_network_of_a_tpu_is_that_of_all_platforms(width, norm):
+    """Several clients, of whose rows one is padding; logits, gradients and moments."""
+
+    def run(conv):
+        net = functools.partial(narrow, norm=norm)
+        model = models.model(net, (4, width, 3), 5, conv=conv)
+        variables = jax.vmap(model.init)(jax.random.split(KEY, 3))
+
+        def loss(params, stats, x):
+            given = {**params, "stats": stats}
+            y, new = model.apply(given, x, jnp.arange(4) != 1, train=True)
+            return jnp.sum(jnp.sin(y).at[1].set(0)), (y.at[1].set(0), new)
+
+        stats = variables.pop("stats")
+        slope = jax.vmap(jax.value_and_grad(loss, has_aux=True))
+        text = str(jax.make_jaxpr(slope)(variables, stats, x))
+        return jax.jit(slope)(variables, stats, x), f"[3,4,4,{width // 2},8]" in text
+
+    x = jax.random.normal(KEY, (3, 4, 4, width, 3)).at[:, 1].set(jnp.nan)
+    (expected, _), (got, has_pairs) = run("xla"), run("packed")
+    assert has_pairs == (width == 6 and norm == "batch")
+    toy.assert_close(got, expected, 1e-4)
