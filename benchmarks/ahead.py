@@ -32,7 +32,8 @@ from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.rounds import free_layouts
 from fedjax_pfl.engine.width import automatic_width
-from fedjax_pfl.kernels.platform import on
+from fedjax_pfl.engine.xla import OPTIONS
+from fedjax_pfl.kernels.platform import on, platform
 from fedjax_pfl.models.nnx_model import flops
 from fedjax_pfl.types import Federation, Task
 
@@ -122,7 +123,8 @@ def lower(
     state = jax.eval_shape(program.init, jax.random.key(0), traced)
     arguments = (jax.random.key(0), traced, federation, state, np.int32(0), np.bool_(0))
     arguments = arguments if step else arguments[:-1]
-    options: dict[str, Any] = {"donate_argnums": 3} if step else {}
+    options: dict[str, Any] = {"compiler_options": OPTIONS.get(platform(), {})}
+    options |= {"donate_argnums": 3} if step else {}
     layouts = free_layouts(program, federation)
     if layouts is not None:  # for a single round: without the number of rounds
         options["in_shardings"] = layouts[: len(arguments)]

@@ -13,7 +13,7 @@ CASES = [
     ("gpu", "cnn", 20),
     ("tpu", "cnn", 4),
     ("tpu", "lenet", 20),
-    toy.slow("tpu", "resnet18", 4),
+    toy.slow("tpu", "resnet18", 1),
     ("tpu", "mlp28", 20),
 ]
 

@@ -99,7 +99,8 @@ def conv_general_dilated(
 
     Depthwise ones, of as many groups as channels in and out, are `depthwise_conv` in
     all forms but "xla". Dilated, otherwise grouped, sharded, not two-dimensional and
-    not NHWC convolutions always go to lax. Images may come in `paired.pairs`.
+    not NHWC convolutions always go to lax. "packed" also takes images in
+    `paired.pairs`.
     """
     depthwise = 1 < feature_group_count == lhs.shape[-1] == rhs.shape[-1]
     unit = all(
@@ -117,7 +118,7 @@ def conv_general_dilated(
         and not kwargs.get("out_sharding")
     )
     chosen = current_form()
-    if plain and paired.is_paired(lhs, rhs.shape[2]):
+    if plain and chosen == "packed" and paired.is_paired(lhs, rhs.shape[2]):
         pads = _explicit(padding, lhs, rhs, window_strides)
         return paired.conv(lhs, rhs, window_strides, pads, kwargs.get("precision"))
     if not plain or chosen in XLA or not _is_nhwc(lhs, rhs, dimension_numbers):

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.kernels import dense, packed, pooled
+from fedjax_pfl.kernels import dense, packed, paired, pooled
 from fedjax_pfl.kernels.convolution import (
     CONVOLUTIONS,
     XLA,
@@ -265,7 +265,7 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(  # type: ignore[override]  # Flax's takes other arguments
         self, x: Array, mask: Array | None = None, train: bool = False
     ) -> Array:
-        """Normalises x [B, ..., C] over all axes but the last, or its
+        """Normalises x [B, ..., C] over all axes but the last, in form "packed" also
         `kernels.paired.pairs`; mask [B] bool says which rows are valid.
 
         Raises:
@@ -276,13 +276,15 @@ class BatchNorm(nnx.BatchNorm):
         # sums of bfloat16 would lose digits
         x, dtype = x.astype(jnp.promote_types(x.dtype, jnp.float32)), x.dtype
         axes = tuple(range(x.ndim - 1))
-        pixels = x.shape[-1] // self.num_features  # next to each other: 1, in pairs 2
+        is_packed = current_form() == "packed"
+        in_pairs = is_packed and paired.is_paired(x, self.num_features)
 
         def wide(v: Array) -> Array:
-            return jnp.tile(v, pixels).reshape(*[1] * len(axes), -1)
+            v = paired.for_both(v) if in_pairs else v
+            return v.reshape(*[1] * len(axes), -1)
 
         def by_channel(v: Array) -> Array:
-            return v.reshape(pixels, -1).sum(0) if pixels > 1 else v
+            return paired.sum_of_both(v) if in_pairs else v
 
         def valid(x: Array) -> Array:
             return (
@@ -293,7 +295,7 @@ class BatchNorm(nnx.BatchNorm):
 
         count = jnp.asarray(
             (len(x) if mask is None else mask.sum())
-            * (math.prod(x.shape[1:-1]) * pixels),
+            * (paired.pixels(x) if in_pairs else math.prod(x.shape[1:-1])),
             x.dtype,
         )
         n, of_batch = jnp.maximum(count, 1), train or self.mean is None
@@ -302,7 +304,7 @@ class BatchNorm(nnx.BatchNorm):
                 "A batch norm must get the `mask` of its network's __call__, or masked "
                 "rows would count."
             )
-        one_pass = of_batch and current_form() == "packed"
+        one_pass = of_batch and is_packed
         if one_pass:
             mean = by_channel(valid(x).sum(axes)) / n
         elif of_batch:

@@ -123,7 +123,7 @@ class ResNet(nnx.Module):
             and not self.pools
             and len(self.blocks) > 2
             and 2 * self.stem.out_features <= packed.LANES
-            and x.shape[2] % 2 == 0
+            and x.shape[2] % 4 == 0
             # adapters add to a convolution
             and all(type(c) is nnx.Conv for c in first)
             and all(type(n) is layers.BatchNorm for n in norms)
