@@ -351,8 +351,8 @@ def post(
     def evaluated(_: Array, _nothing: dict[str, Array]) -> dict[str, Array]:
         return run()
 
-    # no cond: a TPU's compiler would leave the weights in its main memory while they
-    # are trained, since a branch reads them there
+    # A loop, because the branches of a cond read the weights from main memory: a TPU
+    # would then train them there.
     times = cohort.evaluated.astype(jnp.int32)
     return jax.lax.fori_loop(0, times, evaluated, nothing)
 

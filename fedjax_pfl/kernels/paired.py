@@ -1,15 +1,19 @@
-"""Images whose neighbouring pixels stand next to each other in the lanes of a TPU.
+"""Convolutions of images whose adjacent pixels are joined in the lanes of a TPU.
 
-64 channels fill half of a register's 128 lanes. Two neighbours in a row, one after the
-other in the last axis, fill all of them. Pairs of pixels are 0 and 1, 2 and 3, and so
-on. Two neighbours' outputs of a convolution 3 wide depend on 4 pixels, from the one
-before them: on two whole pairs only if the outputs' pairs are shifted by one pixel
-against the inputs'. Shifted pairs are pixels -1 and 0, 1 and 2, and so on: one more
-than the others. The first and the last have a pixel outside the image, which is 0
-where a convolution wrote it, and anything after that.
+64 channels fill half of a register's 128 lanes. Two adjacent pixels of a row, joined in
+the last axis, fill all of them. Aligned pairs are pixels 0 and 1, 2 and 3, and so on.
+Shifted pairs are pixels -1 and 0, 1 and 2, and so on, one pair more.
+
+Two adjacent outputs of a kernel 3 pixels wide depend on 4 pixels. These are two whole
+pairs if the pairs of the outputs are shifted against those of the inputs. A convolution
+therefore maps aligned pairs to shifted ones and shifted pairs to aligned ones. From
+aligned to aligned pairs its kernel would span 6 pixels.
+
+The first and the last shifted pair have a pixel outside the image. A convolution writes
+0 there and ignores what it finds there.
 
 Axes: B batch, H and W pixels, P pairs in a row, C and O channels in and out. Kernels
-are HWIO. W is a multiple of 4, so that an odd P says that pairs are shifted.
+are HWIO. W is a multiple of 4, so that P is odd for shifted pairs only.
 """
 
 import functools
@@ -25,24 +29,18 @@ from fedjax_pfl.types import Array
 
 
 def pairs(x: Array) -> Array:
-    """Puts neighbours next to each other: [B, H, W, C] -> [B, H, W // 2, 2 C]."""
+    """Joins pixels to aligned pairs: [B, H, W, C] -> [B, H, W // 2, 2 C]."""
     assert x.shape[2] % 4 == 0
     return x.reshape(*x.shape[:2], x.shape[2] // 2, -1)
 
 
-def singles(x: Array) -> Array:
-    """The inverse of `pairs`, for shifted ones too: [B, H, P, 2 C] -> [B, H, W, C]."""
-    row = x.reshape(*x.shape[:2], 2 * x.shape[2], -1)
-    return row[:, :, 1:-1] if _shift(x) else row
-
-
 def is_paired(x: Array, channels: int) -> bool:
-    """True if the last axis of an image holds two pixels of that many channels."""
+    """Returns True if the last axis of an image has two pixels of `channels`."""
     return x.ndim == 4 and x.shape[-1] == 2 * channels
 
 
 def pixels(x: Array) -> int:
-    """H W, the number of pixels inside an image of pairs."""
+    """Returns H W, the number of pixels of an image of pairs."""
     return x.shape[1] * 2 * (x.shape[2] - _shift(x))
 
 
@@ -57,8 +55,8 @@ def for_both(v: Array) -> Array:
 
 
 def _product(v: Array, matrix: np.ndarray) -> Array:
-    """A product with zeros and ones, exact. XLA makes one operation of it, also of
-    those of two vectors, where parts of lanes that are joined or split are one each."""
+    # Exact: the factors are 0 and 1. XLA computes the products of two vectors in one
+    # operation, where to join or split lanes takes one for each of them.
     return jnp.dot(v[None], matrix.astype(v.dtype), precision="highest")[0]
 
 
@@ -67,7 +65,7 @@ def _shift(x: Array) -> int:
 
 
 def _inside(x: Array) -> Array:
-    """x, 0 outside the image."""
+    """Returns x with 0 outside the image."""
     if not _shift(x):
         return x
     outside = np.zeros((1, 1, *x.shape[2:]), bool)
@@ -82,8 +80,8 @@ def conv(
     padding: Sequence[tuple[int, int]],
     precision: lax.PrecisionLike = None,
 ) -> Array:
-    """Convolution of an image of pairs whose row of outputs is as long as that of
-    inputs, or with stride 2 half as long.
+    """Computes a convolution of pairs whose rows have as many outputs as inputs, or
+    half as many with stride 2.
 
     Args:
       x: [B, H, P, 2 C].
@@ -93,20 +91,20 @@ def conv(
       precision: of the products.
 
     Returns:
-      [B, H', P', 2 O] in pairs, with (kw - 1) // 2 odd shifted against those of x; with
-      stride 2 [B, H', W // 2, O] without.
+      Pairs [B, H', P', 2 O], shifted against those of x if (kw - 1) // 2 is odd; with
+      stride 2 pixels [B, H', W // 2, O].
     """
     width, before = kernel.shape[1], padding[1][0]
     assert padding[1] == (before, before) and width == 2 * before + 1
     shift = _shift(x)
-    # of the first output in front of the image
+    # pixels of the first pair of outputs in front of the image
     out = (shift + before) % 2 if strides[1] == 1 else 0
     outputs = x.shape[2] - shift + out
-    # pairs before the first, and the first output's offset in them
+    # pairs of padding, and the first output's offset in its window
     left = -(-(before + out - shift) // 2)
     first = 2 * left + shift - out - before
     size = -(-(first + width + (strides[1] == 1)) // 2)
-    # each output's kernel stands elsewhere in the same window of pixels
+    # the kernels of both outputs have different offsets in the same window
     parts = [
         jnp.pad(kernel, ((0, 0), (i, 2 * size - width - i), (0, 0), (0, 0)))
         for i in range(first, first + 2 // strides[1])
@@ -132,10 +130,10 @@ def _conv(x: Array, kernel: Array, *window: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _longer_rows(x: Array, kernel: Array, *window: Any) -> Array:
-    """`_conv` whose rows of outputs are longer than those of inputs.
+    """Computes `_conv` where rows of outputs are longer than those of inputs.
 
-    XLA would compute the kernel's gradient from a reversed copy of the cotangents,
-    because these are more than the inputs. Here nothing but that gradient is reversed.
+    For the kernel's gradient XLA would reverse the cotangents, because they are larger
+    than the inputs. Its own gradient reverses the result, which is small.
     """
     return _conv(x, kernel, *window)
 

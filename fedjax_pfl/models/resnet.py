@@ -51,7 +51,7 @@ class Block(nnx.Module):
             self.shortcut_norm = norm(cout, rngs=rngs)
 
     def convolutions(self) -> list[nnx.Module]:
-        """All of them, two or three."""
+        """Returns the two or three convolutions."""
         return [self.conv1, self.conv2, *([self.shortcut] if self.projects else [])]
 
     def __call__(
@@ -113,9 +113,11 @@ class ResNet(nnx.Module):
         return self.dense(x.mean((1, 2)))
 
     def _has_pairs(self, x: Array) -> bool:
-        """True where the stem and the first stage compute on pairs of pixels, because
-        its channels fill at most half of a TPU's lanes; the second stage's stride
-        divides them again."""
+        """Returns True if the stem and the first stage compute on `paired.pairs`.
+
+        Their channels fill at most half of a TPU's lanes. The stride of the second
+        stage splits the pairs.
+        """
         first = [self.stem, *(c for b in self.blocks[:3] for c in b.convolutions())]
         norms = [self.norm, *(n for b in self.blocks[:2] for n in (b.norm1, b.norm2))]
         return (
