@@ -11,6 +11,7 @@ import optax
 
 from fedjax_pfl import local_training, losses, trees
 from fedjax_pfl.errors import ContractError
+from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scores, Task
 
 BATCH = 256  # test examples predicted at once
@@ -338,23 +339,22 @@ def post(
 ) -> dict[str, Array]:
     """Computes the scores right after local training if `cohort.evaluated`, else
     NaN."""
-
-    def scores() -> dict[str, Array]:
-        return client(c, predictor, score, cohort.metrics)
-
-    run = trees.traced_once(scores)
+    if platform() == "tpu":
+        # Without examples instead of a cond, whose branches read the weights from main
+        # memory: the compiler would then also train them there.
+        size = jnp.where(cohort.evaluated, c.test.size, 0)
+        seen = c._replace(test=c.test._replace(size=size))
+        found = client(seen, predictor, score, cohort.metrics)
+        return {
+            name: jnp.where(cohort.evaluated, x, jnp.nan).astype(x.dtype)
+            for name, x in found.items()
+        }
+    run = trees.traced_once(lambda: client(c, predictor, score, cohort.metrics))
     nothing = {
         name: jnp.full(x.shape, jnp.nan, x.dtype)
         for name, x in jax.eval_shape(run).items()
     }
-
-    def evaluated(_: Array, _nothing: dict[str, Array]) -> dict[str, Array]:
-        return run()
-
-    # A loop, because the branches of a cond read the weights from main memory: a TPU
-    # would then train them there.
-    times = cohort.evaluated.astype(jnp.int32)
-    return jax.lax.fori_loop(0, times, evaluated, nothing)
+    return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
 
 
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:

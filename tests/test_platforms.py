@@ -18,13 +18,13 @@ WIDTH = 3  # clients of one to five batches share a loop
 momentum = functools.partial(optax.sgd, momentum=0.9)
 
 
-def one_round(method, width, **options):
+def one_round(method, width, evaluated=True, **options):
     task = toy.fitted(method, toy.net_of(method), **options)
     program = toy.program(toy.METHODS[method], task, width=width)
     key = jax.random.key(5)
     state = program.init(key, program.traced)
     arguments = (key, program.traced, toy.federation(), state, np.int32(0))
-    state, found = jax.jit(program.round)(*arguments, np.bool_(True))
+    state, found = jax.jit(program.round)(*arguments, np.bool_(evaluated))
     return state, found.loss, found.post, jax.jit(program.evaluate)(*arguments)
 
 
@@ -46,6 +46,13 @@ def test_round_does_not_depend_on_the_platform(platform, method, options):
     with on(platform):
         found = one_round(method, WIDTH, **options)
     toy.assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_round_that_is_not_evaluated_has_no_scores_after_training(platform):
+    with on(platform):
+        _, _, post, _ = one_round("fedavg", WIDTH, evaluated=False)
+    assert post and all(np.isnan(x).all() for x in post.values())
 
 
 def test_clients_share_the_largest_trip_count():
