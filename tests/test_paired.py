@@ -66,6 +66,25 @@ def test_convolution_and_its_gradients_are_those_of_single_pixels(
     toy.assert_close(run(in_pairs), expected, 1e-4)
 
 
+def test_second_derivatives_are_those_of_single_pixels():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 4, 8, 3)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(3, 3, 3, 5)), jnp.float32)
+
+    def slope(conv):
+        return jax.grad(lambda x, kernel: jnp.sum(jnp.sin(conv(x, kernel))), (0, 1))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(conv):
+        norm = lambda *args: sum(jnp.sum(g**2) for g in slope(conv)(*args))
+        return jax.grad(norm, (0, 1))(x, kernel)
+
+    def in_pairs(x, kernel):
+        return singles(paired.conv(paired.pairs(x), kernel, (1, 1), [(1, 1)] * 2))
+
+    toy.assert_close(run(in_pairs), run(lambda x, k: plain(x, k, 1, 1)), 1e-3)
+
+
 def narrow(input_shape, num_classes, rngs, **options):
     return resnet.resnet(input_shape, num_classes, rngs, widths=(4, 8), **options)
 
@@ -74,7 +93,7 @@ def narrow(input_shape, num_classes, rngs, **options):
     "width, norm", [(8, "batch"), toy.slow(6, "batch"), toy.slow(8, "group")]
 )
 def test_residual_network_of_a_tpu_is_that_of_all_platforms(width, norm):
-    """Several clients, of whose rows one is padding; logits, gradients and moments."""
+    """Logits, gradients and running statistics of three clients with a masked row."""
 
     def run(conv):
         net = functools.partial(narrow, norm=norm)

@@ -49,10 +49,13 @@ def test_an_option_that_xla_does_not_know_is_not_given(monkeypatch):
     assert xla.compiler_options.__wrapped__() == {}
 
 
-def test_a_gpu_needs_no_option(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_options_are_those_of_the_platform(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(xla, "_known", lambda options: options)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert xla.compiler_options.__wrapped__() == xla.init_options.__wrapped__() == {}
+    assert xla.compiler_options.__wrapped__() == xla.OPTIONS.get(backend, {})
+    assert xla.init_options.__wrapped__() == {}
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array, Model, Task
 
 SMALL = 50_000  # parameters
-# per platform: of small networks without convolutions, of all others; on a TPU at least
+# per platform: of small networks without convolutions, of all others; on a TPU the
+# second is the least of a network that does not fill half of the lanes
 WIDTHS = {"cpu": (4, 1), "gpu": (128, 128), "tpu": (64, 4)}
 
 

@@ -81,7 +81,7 @@ def conv(
     precision: lax.PrecisionLike = None,
 ) -> Array:
     """Computes a convolution of pairs whose rows have as many outputs as inputs, or
-    half as many with stride 2.
+    half as many with stride 2. It has derivatives in reverse mode only.
 
     Args:
       x: [B, H, P, 2 C].

@@ -308,14 +308,14 @@ class BatchNorm(nnx.BatchNorm):
         if one_pass:
             mean = by_channel(valid(x).sum(axes)) / n
         elif of_batch:
-            mean = by_channel(valid(x.sum(axes[1:])).sum(0)) / n
+            mean = valid(x.sum(axes[1:])).sum(0) / n
         else:
             mean = self.mean[...]
         # A constant is subtracted from x and corrected for: the mean's gradient then
         # takes no sum over x of its own, and x less the constant is all that is kept
         # for it (a step of ResNet-18 on a CPU: 0.96 of the time).
-        # A TPU adds x and its square while a convolution writes x, so that there it
-        # is zero.
+        # In form "packed" it is 0: a TPU sums x and its square in the convolution that
+        # writes x.
         constant = jnp.zeros_like(mean) if one_pass else lax.stop_gradient(mean)
         centred, shift = valid(x - wide(constant)), mean - constant
         var = (
