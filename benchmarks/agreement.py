@@ -76,7 +76,7 @@ PLAIN |= {
     "unseen": 0.0,
 }
 # of HtFLlib: the score, if it is not `acc`
-SCORES = {"fedproto": "pre/proto_acc_micro"}
+SCORES = {"fedproto": "pre/proto_acc/micro"}
 SETTING = ("--preset=fedcp_cifar10", "--drop_last", "--eval_every=2")
 RESULTS = "benchmarks/results/agreement.json"
 LAST = 10  # rounds, over whose evaluations a mean is taken
@@ -287,12 +287,12 @@ def pairs(run: results.Run, found: list[float]) -> list[tuple[str, Any, float]]:
     config, method = run.experiment.config, None
     if len(set(run.experiment.networks)) == 1:
         method = pfllib.METHODS[config.algo]
-    score = method.score if method else SCORES.get(config.algo, "pre/acc_micro")
+    score = method.score if method else SCORES.get(config.algo, "pre/acc/micro")
     lag, gap = method.lag if method else 0, config.eval_every or config.rounds
     ours = run.metrics.set_index("round").to_dict("index")
     marks = [(f"{i * gap}", i * gap, score) for i in range(len(found))]
     if config.algo == "fedbabu":
-        marks = [(label, t, "pre/untuned_acc_micro") for label, t, _ in marks]
+        marks = [(label, t, "pre/untuned_acc/micro") for label, t, _ in marks]
         marks[-1] = (f"{config.rounds}, fine-tuned", config.rounds, score)
     mine = [ours.get(t - lag, {}).get(name, math.nan) for _, t, name in marks]
     return [

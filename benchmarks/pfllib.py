@@ -26,7 +26,7 @@ class Method(NamedTuple):
     arguments: dict[str, Argument] = {}  # noqa: RUF012
     # ours, with the values that a comparison requires; None: the default
     hparams: dict[str, Any] = {}  # noqa: RUF012
-    score: str = "pre/acc_micro"
+    score: str = "pre/acc/micro"
     # rounds that a score of PFLlib comes after the same one here; negative: before
     lag: int = 0
     read: Callable[[Any], list[float]] = _all  # server -> scores
@@ -91,7 +91,7 @@ METHODS = {
         },
         {"select": "lowest"},
         settings=("--eval_every=1",),
-        score="post/acc_micro",
+        score="post/acc/micro",
         lag=1,
         differs="PFLlib adds the similarities of pairs of layers",
     ),
@@ -127,7 +127,7 @@ METHODS = {
             "p_learning_rate": "inner_lr",
             "beta": "beta",
         },
-        score="pre/global_acc_micro",
+        score="pre/global_acc/micro",
         read=lambda server: server.rs_test_acc_per,
         differs="PFLlib decays the weights of theta, and scores w",
     ),
@@ -158,7 +158,7 @@ METHODS = {
         "serverphp",
         "FedPHP",
         {"mu": "mu0", "lamda": "lam"},
-        score="post/global_acc_micro",
+        score="post/global_acc/micro",
     ),
     "fedrod": Method("serverrod", "FedROD", hparams={"gamma": 1.0}),
     "fedfomo": Method(
@@ -207,7 +207,7 @@ METHODS = {
         "serverproto",
         "FedProto",
         {"lamda": "lam"},
-        score="pre/proto_acc_micro",
+        score="pre/proto_acc/micro",
         differs="PFLlib's prototypes are the features seen during training",
     ),
     "apple": Method(

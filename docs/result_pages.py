@@ -77,7 +77,7 @@ METHODS = {
 OTHER = ("task_acc",)  # scores that may not be the published quantity
 _NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (
-    "Scores are means over clients (`_micro`: over test examples) in %, `pre` before "
+    "Scores are means over clients (`/micro`: over test examples) in %, `pre` before "
     "and "
     "`post` after local training, after the last round; ± is the sample standard "
     "deviation over seeds. A difference is to the published number, of the best round "

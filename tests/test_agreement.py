@@ -68,7 +68,7 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     found = agreement.theirs(case)
     run = results.load(case.run)
-    np.testing.assert_allclose(found, run.metrics["pre/acc_micro"].iloc[0], rtol=1e-6)
+    np.testing.assert_allclose(found, run.metrics["pre/acc/micro"].iloc[0], rtol=1e-6)
     with open(f"{case.folder}/system/args.json") as file:
         assert json.load(file) == {
             "num_classes": 10,
@@ -82,7 +82,7 @@ def test_pfllib_begins_where_the_run_began_and_is_given_its_settings(case, monke
     assert (
         header[1:3] == ("ours", "PFLlib") and start[0] == "0" and float(start[3]) == 0
     )
-    assert end[1] == f"{100 * run.metrics['pre/acc_micro'].iloc[-1]:.2f}"
+    assert end[1] == f"{100 * run.metrics['pre/acc/micro'].iloc[-1]:.2f}"
 
 
 MIXED_NETS = """
@@ -188,7 +188,7 @@ def test_htfllib_begins_where_the_run_began_and_is_given_its_settings(
     agreement.check(run, mixed=True)
     own, shared, *given, shuffled, tested_in_order = agreement.theirs_mixed(mixed)
     assert shuffled and tested_in_order
-    np.testing.assert_allclose(own, run.metrics["pre/acc_micro"].iloc[0], rtol=1e-6)
+    np.testing.assert_allclose(own, run.metrics["pre/acc/micro"].iloc[0], rtol=1e-6)
     small, key = (
         run.experiment.task.shared,
         keys.fold(run.experiment.key, keys.Run.INIT),

@@ -60,14 +60,14 @@ def run(algo, rounds, **columns):
 
 
 def test_scores_are_paired_by_round():
-    ours = run("fedcross", 2, **{"post/acc_micro": [0.1, 0.2, None]})
+    ours = run("fedcross", 2, **{"post/acc/micro": [0.1, 0.2, None]})
     assert agreement.pairs(ours, [0.0, 0.5, 0.6])[1:] == [
         ("1", 0.1, 0.5),
         ("2", 0.2, 0.6),
     ]
-    ours = run("fedphp", 1, **{"post/global_acc_micro": [0.1, None]})
+    ours = run("fedphp", 1, **{"post/global_acc/micro": [0.1, None]})
     assert agreement.pairs(ours, [0.5, 0.6]) == [("0", 0.1, 0.5), ("1", None, 0.6)]
-    scores = {"pre/untuned_acc_micro": [0.1, 0.2], "pre/acc_micro": [0.3, 0.4]}
+    scores = {"pre/untuned_acc/micro": [0.1, 0.2], "pre/acc/micro": [0.3, 0.4]}
     tuned = agreement.pairs(run("fedbabu", 1, **scores), [0.0, 0.5, 0.6])
     assert [x[1] for x in tuned] == [0.1, 0.2, 0.4]
     assert tuned[-1][0] == "1, fine-tuned"
@@ -76,7 +76,7 @@ def test_scores_are_paired_by_round():
 def test_the_summary_has_the_means():
     found = {"ditto": {"here": [0.5, 0.7], "pfllib": [0.4, 0.6]}}
     (row,) = agreement.summary(found)[1:]
-    assert row[:5] == ("ditto", "pre/acc_micro", "50.00", "60.00", "10.00")
+    assert row[:5] == ("ditto", "pre/acc/micro", "50.00", "60.00", "10.00")
 
 
 def test_a_method_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):

@@ -379,7 +379,7 @@ REFUSED = {
     "no loss": "Metrics must have `loss`",
     "no post": "Metrics must have `loss`, the mean training loss per client [S], and `post`",
     "upload unlike default": "the upload must be like `default`: ['body']",
-    "headline": "the scores must have the headline 'f1' and no name that ends in",
+    "headline": "the scores must have the headline 'f1' and no name with a slash",
 }
 
 
@@ -434,18 +434,18 @@ FIELDS = {
     "statistic": (
         {
             "score": lambda made, *given: (
-                made.score(*given) | {"f1_std": made.score(*given)["acc"]}
+                made.score(*given) | {"f1/std": made.score(*given)["acc"]}
             )
         },
-        "no name that ends in _micro, _std, _worst10",
+        "no name with a slash, got acc",
     ),
     "headline": (
         reporting(post={"f1": jnp.zeros(5)}),
         "the scores must have the headline 'acc'",
     ),
     "metric": (
-        reporting(post={"acc": jnp.zeros(5), "f1_micro": jnp.zeros(5)}),
-        "no name that ends in _micro, _std",
+        reporting(post={"acc": jnp.zeros(5), "f1/micro": jnp.zeros(5)}),
+        "no name with a slash, got acc, f1/micro",
     ),
     "point": (reporting(server={"val/acc": jnp.zeros(())}), "it is reserved"),
 }

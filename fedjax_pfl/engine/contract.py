@@ -27,8 +27,6 @@ RESERVED = (
     *("round", "participants", "loss", "traffic", "work", "clock", "staleness"),
     *("pre", "post", "post_latest", "val", "unseen", "unseen_post"),
 )
-# suffixes of a score's statistics over clients
-ENDINGS = ("_micro", "_std", "_worst10", "_best10", "_clients")
 # errors of JAX where Python needs the value of a traced array
 TRACED = (
     jax.errors.ConcretizationTypeError,
@@ -162,11 +160,11 @@ def check_scores(scores: Any, headline: str) -> None:
 
 def check_names(scores: Iterable[str], headline: str) -> None:
     """Raises ContractError unless the headline is among the names of the scores, and
-    none has the suffix of a statistic."""
-    if headline not in scores or any(name.endswith(ENDINGS) for name in scores):
+    none has a slash."""
+    if headline not in scores or any("/" in name for name in scores):
         raise ContractError(
-            f"the scores must have the headline {headline!r} and no name that ends in "
-            f"{', '.join(ENDINGS)}, got {', '.join(scores)}."
+            f"the scores must have the headline {headline!r} and no name with a slash, "
+            f"got {', '.join(scores)}."
         )
 
 

@@ -66,24 +66,29 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
       test_sizes: [N] test examples.
 
     Returns:
-      round, loss (mean over participants; 0 for one that took no step), participants,
-      traffic, and for every score pre/NAME (macro), pre/NAME_micro, _std, _worst10 and
-      _best10, likewise post/.
+      the columns of `of_round` and, for every score, pre/NAME (mean over clients) and
+      pre/NAME/STATISTIC: micro, std, worst10, best10 and clients; likewise post/.
     """
-    row: dict[str, Any] = {"round": result.round}
-    if result.metrics is not None:
-        row |= _of_round(result.metrics, test_sizes)
+    row, m = of_round(result), result.metrics
+    if m is not None:
+        post = {name: np.where(m.active, x, np.nan) for name, x in m.post.items()}
+        row |= statistics("post", post, test_sizes[m.ids])
     return row | statistics("pre", result.pre or {}, test_sizes)
 
 
-def _of_round(m: Round, test_sizes: np.ndarray) -> dict[str, Any]:
+def of_round(result: Result) -> dict[str, Any]:
+    """Returns round, loss (mean over participants; 0 for one that took no step),
+    participants, traffic and the method's own metrics."""
+    row, m = {"round": result.round}, result.metrics
+    return row if m is None else row | _of_participants(m)
+
+
+def _of_participants(m: Round) -> dict[str, Any]:
     active = m.active
     row = {"loss": float(np.mean(m.loss[active])), "participants": int(active.sum())}
     for name, x in m.traffic._asdict().items():
         if x is not None:
             row[f"traffic/{name}"] = int(np.asarray(x, np.int64).sum())
-    post = {name: np.where(active, x, np.nan) for name, x in m.post.items()}
-    row |= statistics("post", post, test_sizes[m.ids])
     row |= {name: float(np.mean(x[active])) for name, x in m.clients.items()}
     for name, x in m.server.items():
         if np.ndim(x):
@@ -102,10 +107,10 @@ def statistics(
 ) -> dict[str, float]:
     """Returns statistics of scores [N] with weights [N] under the names of `record`;
     NaN where a client has no score."""
-    row = {}
+    row: dict[str, float] = {}
     for name, values in scores.items():
-        for statistic, value in evaluation.statistics(values, weights).items():
-            suffix = "" if statistic == "macro" else f"_{statistic}"
-            if not math.isnan(value):
-                row[f"{point}/{name}{suffix}"] = value
-    return row
+        found = evaluation.statistics(values, weights)
+        row[f"{point}/{name}"] = found.pop("macro")
+        found["clients"] = int(np.isfinite(values).sum()) or math.nan
+        row |= {f"{point}/{name}/{x}": value for x, value in found.items()}
+    return {name: value for name, value in row.items() if not math.isnan(value)}

@@ -1,16 +1,17 @@
 """Names, order, units and formatting of the scores in a run's metrics.
 
-A column of metrics.jsonl is POINT/SCORE, the mean over clients, or POINT/SCORE with the
-suffix of another statistic: `pre/acc`, `post/acc_micro`.
+A column of metrics.jsonl is POINT/SCORE, the mean over clients, or
+POINT/SCORE/STATISTIC: `pre/acc`, `post/acc/micro`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedjax_pfl import simulate
-from fedjax_pfl.engine.results import statistics
+from fedjax_pfl.engine.results import of_round, statistics
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.privacy import differential_privacy
 
@@ -38,14 +39,6 @@ AFTER = (
     "unseen_post",
 )  # scored after a round's local training
 STATISTICS = {
-    "macro": "",
-    "micro": "_micro",
-    "std": "_std",
-    "worst10": "_worst10",
-    "best10": "_best10",
-    "clients": "_clients",
-}
-TITLES = {
     "macro": "mean",
     "micro": "mean over examples",
     "std": "std over clients",
@@ -53,6 +46,8 @@ TITLES = {
     "best10": "best 10 %",
     "clients": "clients",
 }
+# the statistic as a suffix, in runs of version 0.1 and in commands of their time
+_SUFFIX = re.compile(rf"^({'|'.join(POINTS)})/([^/]+)_({'|'.join([*STATISTICS][1:])})$")
 OWN = "method"  # in scores.jsonl: the method's own values of a round's participants
 CLOCK = "clock/seconds"  # simulated seconds of a round of an asynchronous run
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
@@ -68,20 +63,25 @@ _BASELINES = {
 
 def column(name: str) -> tuple[str, str, str] | None:
     """Reads a column's name as point, score and statistic; None if it is no score."""
-    point, slash, score = name.partition("/")
-    if not slash or point not in POINTS:
+    point, *rest = name.split("/")
+    if point not in POINTS or len(rest) not in (1, 2):
         return None
-    for statistic, ending in STATISTICS.items():
-        if ending and score.endswith(ending):
-            return point, score.removesuffix(ending), statistic
-    return point, score, "macro"
+    statistic = rest[1] if len(rest) == 2 else "macro"
+    return (point, rest[0], statistic) if statistic in STATISTICS else None
 
 
 def split(headline: str) -> tuple[str, str, str]:
-    """Reads `pre/acc_micro` as point, score and statistic; InputError if it is none."""
-    if (found := column(headline)) is None:
+    """Reads `pre/acc/micro` as point, score and statistic; InputError if it is none."""
+    if (found := column(_SUFFIX.sub(r"\1/\2/\3", headline))) is None:
         raise InputError(f"{headline} is not POINT/SCORE, such as pre/acc.")
     return found
+
+
+def renamed(row: Row) -> Row:
+    """Returns a row of metrics.jsonl with today's names of columns."""
+    if any(name.endswith("/clients") for name in row):
+        return row
+    return {_SUFFIX.sub(r"\1/\2/\3", name): value for name, value in row.items()}
 
 
 def is_share(score: str) -> bool:
@@ -174,8 +174,7 @@ def row(
         participate; NaN for clients not seen yet.
       more: {point: {score: [clients]}} of unseen clients.
     """
-    e, m = experiment, result.metrics
-    found = simulate.record(result._replace(pre=None), e.partition.test_sizes)
+    e, m, found = experiment, result.metrics, of_round(result)
     by: dict[str, Any] = {name: (x, e.partition) for name, x in points(result).items()}
     for name, x in (more or {}).items():
         by[name] = (x, e.unseen.partition if e.unseen else e.partition)
@@ -197,9 +196,6 @@ def row(
         wide = values if point.startswith("unseen") else by_network(values, e)
         sizes = partition.val_sizes if point == "val" else partition.test_sizes
         found |= statistics(point, wide, sizes)
-        for name, x in wide.items():
-            if count := int(np.isfinite(x).sum()):
-                found[f"{point}/{name}_clients"] = count
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
 
 

@@ -159,7 +159,7 @@ def _tidy(run: Run) -> pd.DataFrame:
     names = ["point", "score", "statistic"]
     wide.columns = pd.MultiIndex.from_tuples(columns.values(), names=names)
     long = wide.stack(["point", "score"], future_stack=True)
-    long = long.reindex(columns=list(metrics.STATISTICS)).dropna(subset="macro")
+    long = long.reindex(columns=[*metrics.STATISTICS]).dropna(subset="macro")
     long = long.reset_index().rename_axis(columns=None)
     lower = [metrics.better(name, run.headline) == "min" for name in long["score"]]
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
@@ -314,7 +314,7 @@ def to_target(table: pd.DataFrame, level: float, headline: str) -> pd.DataFrame:
 
     Args:
       level: of an accuracy its share, such as 0.9.
-      headline: POINT/SCORE; `post/acc_micro` asks for the mean over examples.
+      headline: POINT/SCORE; `post/acc/micro` asks for the mean over examples.
 
     Returns:
       a row per run: label, completed, megabytes and seconds, NaN if the level was never
@@ -470,7 +470,7 @@ def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
     """Returns a table of text: every score with its statistics over clients."""
     seeds = over_seeds(table)
     order = [*metrics.ordered(table["score"], headline), *metrics.POINTS]
-    titles = {x: title for x, title in metrics.TITLES.items() if x != "clients"}
+    titles = {x: title for x, title in metrics.STATISTICS.items() if x != "clients"}
     keys = sorted(seeds.index, key=lambda x: (order.index(x[2]), order.index(x[1])))
     rows = {}
     for label, point, score in keys:

@@ -28,6 +28,7 @@ import fedjax_pfl
 from fedjax_pfl.data import partition
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import metrics
 from fedjax_pfl.experiment.build import Experiment, check_growth, digests
 from fedjax_pfl.experiment.config import Config, read
 from fedjax_pfl.experiment.metrics import Row
@@ -170,7 +171,7 @@ class RunDirectory:
             return
         with open(self.path / name) as file, contextlib.suppress(ValueError):
             for line in file:
-                yield json.loads(line)
+                yield metrics.renamed(json.loads(line))
 
     def append(self, row: Row, scores: Row) -> None:
         """Writes a round to metrics.jsonl and scores.jsonl."""

@@ -16,8 +16,8 @@ SHARES = {"acc": 0.5, "acc_majority": 0.25, "acc_present": 0.75}
 
 def statistics(point, score, mean):
     """The columns of a score whose clients have mean - 0.1 to mean + 0.1."""
-    values = {"": mean, "_micro": mean + 0.01, "_std": 0.05, "_clients": CLIENTS}
-    values |= {"_worst10": mean - 0.1, "_best10": mean + 0.1}
+    values = {"": mean, "/micro": mean + 0.01, "/std": 0.05, "/clients": CLIENTS}
+    values |= {"/worst10": mean - 0.1, "/best10": mean + 0.1}
     return {f"{point}/{score}{ending}": value for ending, value in values.items()}
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fedjax_pfl.engine.contract import ENDINGS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics
 
@@ -11,9 +10,11 @@ from fedjax_pfl.experiment import metrics
     "name, expected",
     [
         ("pre/acc", ("pre", "acc", "macro")),
-        ("post/acc_micro", ("post", "acc", "micro")),
-        ("post_latest/recall_macro_std", ("post_latest", "recall_macro", "std")),
-        ("val/acc@lenet_clients", ("val", "acc@lenet", "clients")),
+        ("post/acc/micro", ("post", "acc", "micro")),
+        ("post_latest/recall_macro/std", ("post_latest", "recall_macro", "std")),
+        ("val/acc@lenet/clients", ("val", "acc@lenet", "clients")),
+        ("pre/acc_std", ("pre", "acc_std", "macro")),
+        ("pre/acc/nothing", None),
         ("traffic/down", None),
         ("loss", None),
     ],
@@ -22,8 +23,13 @@ def test_columns_are_read(name, expected):
     assert metrics.column(name) == expected
 
 
-def test_endings_are_those_that_the_contract_reserves():
-    assert {x for x in metrics.STATISTICS.values() if x} == set(ENDINGS)
+def test_rows_of_version_0_1_are_read():
+    old = {"round": 1, "pre/acc": 0.5, "pre/acc_micro": 0.6, "pre/recall_macro": 0.7}
+    new = {"round": 1, "pre/acc": 0.5, "pre/acc/micro": 0.6, "pre/recall_macro": 0.7}
+    assert metrics.renamed(old) == new
+    today = {"pre/acc_std": 0.1, "pre/acc_std/clients": 3}
+    assert metrics.renamed(today) == today
+    assert metrics.split("post/acc_worst10") == ("post", "acc", "worst10")
     with pytest.raises(InputError, match="POINT/SCORE"):
         metrics.split("acc")
 

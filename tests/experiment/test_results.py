@@ -95,7 +95,7 @@ def test_rounds_to_a_target(sweep):
     np.testing.assert_allclose(found.loc[str(sweep[0].path), "megabytes"], 0.012)
     after = results.to_target(table, 0.7, "post/acc")
     assert after.loc[str(sweep[0].path), "completed"] == 2
-    micro = results.to_target(table, 0.71, "pre/acc_micro")
+    micro = results.to_target(table, 0.71, "pre/acc/micro")
     assert micro.loc[str(sweep[0].path), "completed"] == 2
     text = results.rounds_to(table, [0.7, 0.84], "pre/acc")
     assert text.loc["fedavg", "rounds to 0.7"] == "2"
@@ -127,7 +127,7 @@ def test_a_preset_shows_its_published_number_and_headline(tmp_path):
     run = made.run(tmp_path / "a", "fedcp", **settings)
     row = results.comparison([run], results.last(results.frame([run]))).loc["fedcp"]
     assert (
-        row["paper's score"] == "pre/acc_micro" and row["published"] == "91.30 ± 0.17"
+        row["paper's score"] == "pre/acc/micro" and row["published"] == "91.30 ± 0.17"
     )
     assert row["measured"] == "81.0"  # of acc_micro, not of acc
     assert "data_fraction 0.1 of 1.0, " in row["not the paper's"]
