@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from fedjax_pfl.algorithms import ALGORITHMS  # noqa: E402
-from fedjax_pfl.data.datasets import DATASETS  # noqa: E402
+from fedjax_pfl.data.loading import DATASETS  # noqa: E402
 from fedjax_pfl.data.partitioners import PARTITIONS  # noqa: E402
 from fedjax_pfl.experiment import config as settings, text  # noqa: E402
 from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
@@ -33,6 +33,7 @@ MODULES = {  # by topic
     ],
     "Data": [
         "data.datasets",
+        "data.loading",
         "data.partition",
         "data.partitioners",
         "data.federate",

@@ -8,8 +8,9 @@ is a factory of an `Algorithm`, whose round maps over the `Client`s of a `Cohort
 """
 
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data.datasets import Dataset, load
+from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.loading import load
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine.program import Program, program

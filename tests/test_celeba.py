@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedjax_pfl.data import celeba, datasets
+from fedjax_pfl.data import loading
 from fedjax_pfl.data.partition import class_counts
 from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.data.sources import celeba, toys
 
 FEATURES = "tensorflow_datasets.core.features."
 DICT, BOOL = (
@@ -99,7 +100,7 @@ def test_images_are_those_with_an_attribute(tmp_path):
     attributes[np.arange(24), np.arange(24) % 5] = True  # every fifth only smiles
     attributes[0, 1] = True  # bald, with a hat: taken for both
     prepare(tmp_path, attributes)
-    data = datasets.load("celeb_a", str(tmp_path))
+    data = loading.load("celeb_a", str(tmp_path))
     expected = [
         (label, row)
         for label in range(4)
@@ -141,7 +142,7 @@ def test_the_middle_is_cut_out(shape):
 
 
 def test_classes_go_round():
-    data = datasets.synthetic(300, 3)
+    data = toys.synthetic(300, 3)
     counts = class_counts(partition(data, "round_robin", num_clients=7, seed=0), data)
     assert (counts.argmax(axis=1) == np.arange(7) % 3).all() and (
         (counts > 0).sum(axis=1) == 1

@@ -12,9 +12,10 @@ import numpy as np
 import prepared
 import pytest
 
-from fedjax_pfl.data import datasets, tfds
+from fedjax_pfl.data import cache, datasets, loading
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.data.sources import tfds, toys
 from fedjax_pfl.errors import InputError
 
 
@@ -47,7 +48,7 @@ def _real(name):
 
 
 def test_digits():
-    data = datasets.load("digits")
+    data = loading.load("digits")
     assert (
         data.x.shape == (1797, 8, 8, 1)
         and data.x.dtype == np.uint8
@@ -62,9 +63,9 @@ def test_digits():
 
 
 def test_synthetic_is_reproducible_balanced_and_learnable():
-    one, two = datasets.load("synthetic"), datasets.load("synthetic")
+    one, two = loading.load("synthetic"), loading.load("synthetic")
     assert np.array_equal(one.x, two.x) and not np.array_equal(
-        one.x, datasets.synthetic(seed=1).x
+        one.x, toys.synthetic(seed=1).x
     )
     assert one.x.dtype == np.float32 and np.ptp(np.bincount(one.y)) == 0
     train, test = slice(0, one.num_train), slice(one.num_train, None)
@@ -82,7 +83,7 @@ def test_images_are_prepared_to_minus_one_and_one():
 
 @pytest.mark.parametrize("fraction", [0.001, 0.25, 0.5, 1.0])
 def test_subset_is_stratified(fraction):
-    data = datasets.synthetic(1000, 7)
+    data = toys.synthetic(1000, 7)
     part = datasets.subset(data, fraction, seed=3)
     for side in (slice(0, data.num_train), slice(data.num_train, None)):
         mine = (
@@ -97,7 +98,7 @@ def test_subset_is_stratified(fraction):
 
 
 def test_subset_keeps_inputs_and_labels_together():
-    data = datasets.synthetic(200, 4, (2,))
+    data = toys.synthetic(200, 4, (2,))
     part = datasets.subset(data, 0.3, seed=0)
     label = {row.tobytes(): y for row, y in zip(data.x, data.y, strict=True)}
     assert all(label[row.tobytes()] == y for row, y in zip(part.x, part.y, strict=True))
@@ -112,7 +113,7 @@ def test_npz_images(npz):
         np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4),
         np.array([0, 1, 2, 0, 1, 2]),
     )
-    data = datasets.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
+    data = loading.load(npz(x=x, y=y, x_test=x[:2], y_test=y[:2]))
     # grey images get a channel axis
     assert data.x.shape == (8, 4, 4, 1) and data.x.dtype == np.uint8
     assert data.num_train == 6 and data.num_classes == 3 and data.y.dtype == np.int32
@@ -121,7 +122,7 @@ def test_npz_images(npz):
 
 def test_npz_floats_pass_unchanged(npz):
     x = np.random.default_rng(0).normal(size=(6, 3))
-    data = datasets.load(npz(x=x, y=np.array([0, 1, 0, 1, 0, 1], np.uint8)))
+    data = loading.load(npz(x=x, y=np.array([0, 1, 0, 1, 0, 1], np.uint8)))
     assert data.x.dtype == np.float32 and data.num_train == 6
     assert np.array_equal(data.prepare(jnp.asarray(data.x)), x.astype(np.float32))
 
@@ -192,7 +193,7 @@ BAD_ARRAYS = {
 def test_bad_arrays(case, npz):
     arrays, sentence = BAD_ARRAYS[case]
     with pytest.raises(InputError, match=sentence) as error:
-        datasets.load(npz(**arrays))
+        loading.load(npz(**arrays))
     assert "\n" not in str(error.value)
 
 
@@ -202,7 +203,7 @@ def test_bad_arrays(case, npz):
 def test_file_that_is_no_npz(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
     with pytest.raises(InputError, match=r"cannot be read \("):
-        datasets.load(f"npz:{tmp_path / 'mine.npz'}")
+        loading.load(f"npz:{tmp_path / 'mine.npz'}")
 
 
 def test_a_folder_of_npy_or_npz_is_the_npz_of_the_same_arrays(tmp_path, npz):
@@ -213,7 +214,7 @@ def test_a_folder_of_npy_or_npz_is_the_npz_of_the_same_arrays(tmp_path, npz):
         "x_test": rng.integers(0, 256, (3, 4, 4), np.uint8),
         "y_test": np.arange(3),
     }
-    wanted = datasets.load(npz(**arrays))
+    wanted = loading.load(npz(**arrays))
     for name in ("npy", "split", "one"):
         (tmp_path / name).mkdir()
     for name, array in arrays.items():
@@ -222,10 +223,10 @@ def test_a_folder_of_npy_or_npz_is_the_npz_of_the_same_arrays(tmp_path, npz):
     np.savez(tmp_path / "split/test.npz", x=arrays["x_test"], y=arrays["y_test"])
     np.savez(tmp_path / "one/mine.npz", **arrays)
     for name in ("npy", "split", "one"):
-        same_data(datasets.load(f"npz:{tmp_path / name}"), wanted)
+        same_data(loading.load(f"npz:{tmp_path / name}"), wanted)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="must have the arrays x, y, got none"):
-        datasets.load(f"npz:{tmp_path / 'empty'}")
+        loading.load(f"npz:{tmp_path / 'empty'}")
 
 
 def same_data(found, wanted):
@@ -258,23 +259,23 @@ def test_hugging_face_data_sets():
     wanted = datasets.from_arrays(x, np.array(y), x[:2], np.array(y[:2]), num_classes=4)
     train = Split(4, img=pictures, label=y)
     both = {"train": train, "test": Split(4, img=pictures[:2], label=y[:2])}
-    same_data(datasets.load(both), wanted)
-    same_data(datasets.load(lambda: both), wanted)
+    same_data(loading.load(both), wanted)
+    same_data(loading.load(lambda: both), wanted)
     alone = datasets.from_arrays(x, np.array(y), num_classes=4)
-    same_data(datasets.load(train), alone)
+    same_data(loading.load(train), alone)
     named = Split(4, picture=pictures, kind=y)
-    same_data(datasets.load(named, columns=("picture", "kind")), alone)
+    same_data(loading.load(named, columns=("picture", "kind")), alone)
     with pytest.raises(InputError, match=r"`columns` must name .* picture, kind"):
-        datasets.load(named)
+        loading.load(named)
     owned = Split(4, img=pictures, label=y, user=list("aabbab"))
     owned.features["user"] = type("Value", (), {"dtype": "string"})()
-    users = datasets.load(owned).columns
+    users = loading.load(owned).columns
     assert list(users) == ["user"] and users["user"].tolist() == list("aabbab")
     with pytest.raises(InputError, match="must have a split train, got validation"):
-        datasets.load({"validation": train})
+        loading.load({"validation": train})
     pictures[0] = pictures[0].resize((5, 4))
     with pytest.raises(InputError, match="img must have one shape"):
-        datasets.load(train)
+        loading.load(train)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -290,39 +291,39 @@ def test_functions_return_whatever_can_be_loaded(seed):
         arrays(seed),
         wanted,
     ):
-        same_data(datasets.load(source, seed=seed), wanted)
+        same_data(loading.load(source, seed=seed), wanted)
     with pytest.raises(InputError, match=r"must be a .*Dataset, arrays .*list"):
-        datasets.load(lambda: [1, 2])
+        loading.load(lambda: [1, 2])
 
 
 BAD_CALLS = {
     "unknown data set": (
-        lambda: datasets.load("mnits"),
+        lambda: loading.load("mnits"),
         r"Unknown data set 'mnits': did you mean 'mnist'\?",
     ),
-    "pattern": (lambda: datasets.load("npz:PATH"), r"PATH cannot be read"),
+    "pattern": (lambda: loading.load("npz:PATH"), r"PATH cannot be read"),
     "no file": (
-        lambda: datasets.load("npz:/no/such.npz"),
+        lambda: loading.load("npz:/no/such.npz"),
         r"/no/such.npz cannot be read",
     ),
     "a name that is too long": (
-        lambda: datasets.load("npz:" + 300 * "x"),
+        lambda: loading.load("npz:" + 300 * "x"),
         r"cannot be read \(.*File name too long",
     ),
     "fraction 0": (
-        lambda: datasets.subset(datasets.synthetic(20, 2), 0, 0),
+        lambda: datasets.subset(toys.synthetic(20, 2), 0, 0),
         r"`data_fraction` must be in \(0,",
     ),
     "fraction 2": (
-        lambda: datasets.subset(datasets.synthetic(20, 2), 2, 0),
+        lambda: datasets.subset(toys.synthetic(20, 2), 2, 0),
         r"`data_fraction` must be in",
     ),
     "fraction nan": (
-        lambda: datasets.subset(datasets.synthetic(20, 2), np.nan, 0),
+        lambda: datasets.subset(toys.synthetic(20, 2), np.nan, 0),
         r"`data_fraction` must be in",
     ),
     "few examples": (
-        lambda: datasets.synthetic(5, 10),
+        lambda: toys.synthetic(5, 10),
         r"`num_examples` must be in",
     ),
 }
@@ -346,7 +347,7 @@ def _pictures(n, shape):
 def test_tfds_letters_start_at_zero(tmp_path):
     x, y = _pictures(30, (28, 28, 1)), np.arange(30) % 26 + 1
     prepared.dataset(tmp_path, "emnist/letters", x, {"label": y}, 24)
-    data = datasets.load("emnist/letters", str(tmp_path))
+    data = loading.load("emnist/letters", str(tmp_path))
     assert np.array_equal(data.x, x) and np.array_equal(data.y, y - 1)
     assert data.num_classes == 26 and data.num_train == 24 and data.superclass is None
 
@@ -361,8 +362,8 @@ def test_tfds_superclasses(tmp_path):
         100,
     )
     data, coarse = (
-        datasets.load("cifar100", str(tmp_path)),
-        datasets.load("cifar100_coarse", str(tmp_path)),
+        loading.load("cifar100", str(tmp_path)),
+        loading.load("cifar100_coarse", str(tmp_path)),
     )
     assert (
         np.array_equal(data.superclass, np.arange(100) // 5) and data.num_classes == 100
@@ -371,7 +372,7 @@ def test_tfds_superclasses(tmp_path):
         np.array_equal(coarse.y, data.superclass[data.y]) and coarse.num_classes == 20
     )
     # both names share one decoded copy
-    assert len(list(tfds.cache_dir().iterdir())) == 1
+    assert len(list(cache.folder().iterdir())) == 1
 
 
 def test_cache_is_used_and_renewed_with_the_data(tmp_path, monkeypatch):
@@ -384,7 +385,7 @@ def test_cache_is_used_and_renewed_with_the_data(tmp_path, monkeypatch):
     )
 
     def load():
-        assert np.array_equal(datasets.load("mnist", str(tmp_path)).x, x)
+        assert np.array_equal(loading.load("mnist", str(tmp_path)).x, x)
         return len(decoded)
 
     assert load() == 1 and load() == 1
@@ -399,7 +400,7 @@ def test_cache_that_cannot_be_written_does_not_stop_the_run(tmp_path, monkeypatc
     )
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "file"))
-    assert len(datasets.load("mnist", str(tmp_path)).y) == 12
+    assert len(loading.load("mnist", str(tmp_path)).y) == 12
 
 
 def test_newest_version_is_read(tmp_path):
@@ -412,7 +413,7 @@ def test_newest_version_is_read(tmp_path):
             2,
             version,
         )
-    assert set(datasets.load("mnist", str(tmp_path)).y) == {2}
+    assert set(loading.load("mnist", str(tmp_path)).y) == {2}
 
 
 def test_tfds_not_prepared(tmp_path, monkeypatch):
@@ -424,9 +425,9 @@ def test_tfds_not_prepared(tmp_path, monkeypatch):
         InputError,
         match=f"'emnist/letters' is not prepared in .*: run .*{re.escape(command)}",
     ):
-        datasets.load("emnist/letters")
+        loading.load("emnist/letters")
     with pytest.raises(InputError, match="tfds build cifar100 --file_format"):
-        datasets.load("cifar100_coarse")
+        loading.load("cifar100_coarse")
 
 
 def test_tfds_with_impossible_labels(tmp_path):
@@ -441,7 +442,7 @@ def test_tfds_with_impossible_labels(tmp_path):
         InputError,
         match=r"mnist: labels must be below num_classes=10, got 11",
     ):
-        datasets.load("mnist", str(tmp_path))
+        loading.load("mnist", str(tmp_path))
 
 
 @pytest.mark.parametrize("missing", ["tensorflow_datasets", "array_record"])
@@ -463,8 +464,8 @@ def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
         InputError,
         match=r"needs tensorflow_datasets and array_record .*: run pip install",
     ):
-        datasets.load("mnist", str(tmp_path))
-    assert len(datasets.load("digits").y) == 1797
+        loading.load("mnist", str(tmp_path))
+    assert len(loading.load("digits").y) == 1797
     shutil.rmtree(folder)
 
 
@@ -472,7 +473,7 @@ def test_without_tfds_only_its_data_sets_fail(tmp_path, monkeypatch, missing):
     "name", ["cifar10", pytest.param("cifar100", marks=pytest.mark.slow)]
 )
 def test_real_data(name):
-    data = datasets.load(name, _real(name))
+    data = loading.load(name, _real(name))
     assert data.x.shape[1:] == (32, 32, 3) and data.x.dtype == np.uint8
     assert set(data.y) == set(range(data.num_classes)) and 0 < data.num_train < len(
         data.y
@@ -480,7 +481,7 @@ def test_real_data(name):
     if name == "cifar100":
         assert np.array_equal(np.bincount(data.superclass), np.full(20, 5))
         assert np.array_equal(
-            datasets.load("cifar100_coarse", _real(name)).y, data.superclass[data.y]
+            loading.load("cifar100_coarse", _real(name)).y, data.superclass[data.y]
         )
 
 
@@ -489,7 +490,7 @@ def test_real_data(name):
 
 
 def test_federate():
-    data = datasets.synthetic(200, 4, (3,))
+    data = toys.synthetic(200, 4, (3,))
     p = partition(data, "iid", num_clients=10, seed=0)
     f = federate(data, p)
     assert (
@@ -509,7 +510,7 @@ def test_federate():
 
 
 def test_labels_are_int32_whatever_integers_they_were():
-    data = datasets.synthetic(60, 3, (2,))
+    data = toys.synthetic(60, 3, (2,))
     p = partition(data, "iid", num_clients=3, seed=0)
     made = federate(
         data._replace(y=data.y.astype(np.uint8)),
@@ -530,11 +531,11 @@ def test_tfds_without_the_splits_that_are_read(tmp_path):
         .replace('"test"', '"holdout"')
     )
     with pytest.raises(InputError, match="'mnist' must have a split train or test"):
-        datasets.load("mnist", str(tmp_path))
+        loading.load("mnist", str(tmp_path))
 
 
 def test_a_line_about_a_data_set():
-    digits = datasets.load("digits")
+    digits = loading.load("digits")
     assert datasets.describe(digits) == (
         "digits: uint8[8, 8, 1] in [0, 16], 10 classes, 1,797 examples"
     )
@@ -557,18 +558,18 @@ UNUSUAL = [  # inputs and the warning; none for usual ones
 
 @pytest.mark.parametrize(("x", "text"), UNUSUAL)
 def test_unusual_inputs_are_named(x, text):
-    found = datasets.unusual(datasets.load((x, np.arange(6) % 2)), as_numbers=True)
+    found = datasets.unusual(loading.load((x, np.arange(6) % 2)), as_numbers=True)
     assert found == [] if text is None else len(found) == 1 and text in found[0]
 
 
 def test_unusual_labels_are_named():
     x = np.random.default_rng(0).normal(size=(6, 4))
-    gap = datasets.unusual(datasets.load((x, np.arange(6) % 2 * 3)), as_numbers=True)
+    gap = datasets.unusual(loading.load((x, np.arange(6) % 2 * 3)), as_numbers=True)
     assert gap == ["dataset: 2 classes have no example."]
-    one = datasets.unusual(datasets.load((x, np.zeros(6, int))), as_numbers=True)
+    one = datasets.unusual(loading.load((x, np.zeros(6, int))), as_numbers=True)
     assert one == ["dataset: there is a single class."]
 
 
 def test_tokens_are_usual_for_an_own_network():
-    tokens = datasets.load((GREY.reshape(6, 64), np.arange(6) % 2))
+    tokens = loading.load((GREY.reshape(6, 64), np.arange(6) % 2))
     assert datasets.unusual(tokens, as_numbers=False) == []

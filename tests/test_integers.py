@@ -10,7 +10,7 @@ from flax import nnx
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners
+from fedjax_pfl.data import federate, loading, partitioners
 from fedjax_pfl.errors import InputError
 
 TOKENS, LENGTH, CLASSES = 1000, 6, 4
@@ -43,7 +43,7 @@ def sequences():
 def tokens(tmp_path_factory):
     path, (x, y) = tmp_path_factory.mktemp("data") / "tokens.npz", sequences()
     np.savez(path, x=x.astype(np.int32), y=y.astype(np.int32))
-    return datasets.load(f"npz:{path}")
+    return loading.load(f"npz:{path}")
 
 
 def learns(tokens, *algorithms):
@@ -74,7 +74,7 @@ def test_an_embedding_learns_from_integers_that_tfds_prepared(tmp_path, monkeypa
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
     x, y = sequences()
     prepared.dataset(tmp_path, "words/plain", x.astype(np.int64), {"label": y}, 300)
-    data = datasets.load("tfds:words/plain", str(tmp_path))
+    data = loading.load("tfds:words/plain", str(tmp_path))
     assert (
         data.x.dtype == np.int32
         and np.array_equal(data.x, x)
@@ -88,7 +88,7 @@ def test_bytes_of_tfds_that_are_no_image_stay_integers(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "cache"))
     x = np.arange(24, dtype=np.uint8).reshape(8, 3)
     prepared.dataset(tmp_path, "bytes", x, {"label": np.arange(8) % 2}, 6)
-    data = datasets.load("tfds:bytes", str(tmp_path))
+    data = loading.load("tfds:bytes", str(tmp_path))
     assert data.x.dtype == np.int32 and np.array_equal(data.prepare(data.x), x)
 
 
@@ -100,7 +100,7 @@ def test_what_tfds_has_of_no_fixed_shape_is_refused(tmp_path, monkeypatch):
     features = folder / "features.json"
     features.write_text(features.read_text().replace('"length": "3"', '"length": "-1"'))
     with pytest.raises(InputError, match=r"'ragged' must have .* Sequence\(int64\)"):
-        datasets.load("tfds:ragged", str(tmp_path))
+        loading.load("tfds:ragged", str(tmp_path))
 
 
 def test_networks_of_the_library_take_integers_as_floats(tokens):
@@ -117,4 +117,4 @@ def test_networks_of_the_library_take_integers_as_floats(tokens):
 def test_integers_beyond_int32_are_refused(tmp_path):
     np.savez(tmp_path / "large.npz", x=np.full((4, 3), 2**40), y=np.array([0, 1, 0, 1]))
     with pytest.raises(InputError, match="x must hold integers that fit int32"):
-        datasets.load(f"npz:{tmp_path / 'large.npz'}")
+        loading.load(f"npz:{tmp_path / 'large.npz'}")

@@ -4,8 +4,9 @@ it was."""
 import numpy as np
 import pytest
 
-from fedjax_pfl.data import datasets, marks
+from fedjax_pfl.data import datasets, loading, marks
 from fedjax_pfl.data.partitioners import partition
+from fedjax_pfl.data.sources import toys
 from fedjax_pfl.errors import InputError
 
 KINDS = marks.MARKS[1:]
@@ -96,10 +97,10 @@ def test_other_sizes_and_colours(side, channels):
 
 
 def test_floats_and_other_ranges_take_their_own_largest_value():
-    data = datasets.load("digits")
+    data = loading.load("digits")
     out = marks.mark(data, partition(data, "iid", num_clients=4, seed=0), 0).dataset
     assert out.x.max() == 16 and out.x.dtype == np.uint8
-    data = datasets.synthetic()
+    data = toys.synthetic()
     out = marks.mark(data, partition(data, "iid", num_clients=4, seed=0), 0).dataset
     assert (
         out.x.max() == data.x.max()

@@ -142,7 +142,7 @@ def test_a_mistake_is_one_sentence(kind, code, tmp_path, monkeypatch):
 def test_a_seed_that_a_data_set_takes_is_the_runs(tmp_path):
     (tmp_path / "own.py").write_text(
         "import fedjax_pfl as pfl\ndef f(*, seed): return "
-        "pfl.data.datasets.synthetic(seed=seed)"
+        "pfl.data.sources.toys.synthetic(seed=seed)"
     )
     config = Config(algo="fedavg", dataset=f"{tmp_path}/own.py:f", model="linear")
     one, same, other = (

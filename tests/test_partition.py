@@ -19,9 +19,10 @@ from fedjax_pfl.data.partition import (
     save,
 )
 from fedjax_pfl.data.partitioners import PARTITIONS, partition
+from fedjax_pfl.data.sources import toys
 from fedjax_pfl.errors import InputError
 
-DATA = datasets.synthetic(2000, 10, (2,))
+DATA = toys.synthetic(2000, 10, (2,))
 SPECS = [name for name in PARTITIONS if ":" not in name]
 
 
@@ -109,7 +110,7 @@ def random_case(rng):
     shares = rng.dirichlet(np.full(classes, 10.0 ** rng.uniform(-2, 2)))
     y = rng.choice(classes, count, p=shares).astype(np.int32)
     num_train = int(rng.integers(1, count + 1))
-    data = datasets.synthetic(max(count, classes), classes, (1,))
+    data = toys.synthetic(max(count, classes), classes, (1,))
     data = data._replace(x=np.zeros((count, 1), np.float32), y=y, num_train=num_train)
     how = {
         "num_clients": int(rng.integers(1, 2 + min(count // 4, 60))),
@@ -157,7 +158,7 @@ def test_random_partitions_end_and_are_whole_or_refused():
 def test_labels_and_rows_stay_random():
     """Neither the split nor the order of a client's rows depends on the label, so any
     tail is a random holdout."""
-    data = datasets.synthetic(20_000, 2, (1,))
+    data = toys.synthetic(20_000, 2, (1,))
     p = partition(data, "iid", num_clients=4, seed=0)
     labels = data.y[p.train]
     assert (
@@ -174,7 +175,7 @@ def test_labels_and_rows_stay_random():
 def test_test_fraction_is_rounded_up_and_leaves_both_sides_something(
     size, fraction, expected
 ):
-    data = datasets.synthetic(size * 5, 2, (1,))
+    data = toys.synthetic(size * 5, 2, (1,))
     p = partition(data, "iid", num_clients=5, seed=0, test_fraction=fraction)
     assert set(p.test_sizes) == {expected} and set(p.train_sizes) == {size - expected}
 

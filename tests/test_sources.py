@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl import simulate
-from fedjax_pfl.data import datasets, federate, images, partitioners, shifts
+from fedjax_pfl.data import datasets, federate, loading, partitioners, shifts
 from fedjax_pfl.data.partition import of_clients
+from fedjax_pfl.data.sources import images
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import Config
@@ -37,13 +38,13 @@ def folder(root, clients=("a", "b"), classes=("cat", "dog"), count=4):
 
 
 def test_a_folder_per_client_gives_its_classes_and_its_partition(tmp_path):
-    data = datasets.load(f"imagefolder:{folder(tmp_path / 'photos')}")
+    data = loading.load(f"imagefolder:{folder(tmp_path / 'photos')}")
     assert data.x.shape == (16, 6, 6, 3) and data.x.dtype == np.uint8
     assert data.num_classes == 2 and data.num_train == 16
     red = data.x[:, 0, 0, 0]
     assert np.array_equal(data.y, (red % 100) // 20)
     assert np.array_equal(data.columns["client"] == "b", red >= 100)
-    again = datasets.load(f"imagefolder:{tmp_path / 'photos'}")  # from the cache
+    again = loading.load(f"imagefolder:{tmp_path / 'photos'}")  # from the cache
     assert np.array_equal(again.x, data.x)
     p = partitioners.partition(data, "natural:client", num_clients=None, seed=0)
     assert p.train_sizes.tolist() == [6, 6]
@@ -101,7 +102,7 @@ def test_augmented_images_are_windows_of_padded_ones():
     )
     assert images.augmentation("none", data) is None
     with pytest.raises(InputError, match="augment=flip needs images"):
-        images.augmentation("flip", datasets.load("diabetes"))
+        images.augmentation("flip", loading.load("diabetes"))
 
 
 def test_tables_have_inputs_columns_and_targets(tmp_path):
@@ -119,28 +120,28 @@ def test_tables_have_inputs_columns_and_targets(tmp_path):
     ]
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    data = datasets.load(f"table:{path}")
+    data = loading.load(f"table:{path}")
     assert data.num_train == 2 and data.num_classes == 1
     np.testing.assert_allclose(data.x, [[-1, 0], [1, 0], [7, 0]])
     assert data.y.dtype == np.float32 and data.y.tolist() == [[0.5], [1.5], [2.5]]
     assert data.columns["sensor"].tolist() == ["1", "1", "2"]
     (tmp_path / "t.csv").write_text("a,label\n1,no\n2,yes\n")
-    data = datasets.load(f"table:{tmp_path / 't.csv'}")
+    data = loading.load(f"table:{tmp_path / 't.csv'}")
     assert data.y.tolist() == [0, 1] and data.num_classes == 2
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="must have a column `label`, or `target`"):
-        datasets.load(f"table:{tmp_path / 't.csv'}")
+        loading.load(f"table:{tmp_path / 't.csv'}")
 
 
 def test_columns_of_an_npz_divide_it(tmp_path):
     x, user = np.zeros((8, 3), np.float32), np.repeat(["a", "b"], 4)
     np.savez(tmp_path / "u.npz", x=x, y=np.arange(8) % 2, user=user)
-    data = datasets.load(f"npz:{tmp_path / 'u.npz'}")
+    data = loading.load(f"npz:{tmp_path / 'u.npz'}")
     p = partitioners.partition(data, "natural:user", num_clients=None, seed=0)
     assert p.train_sizes.tolist() == [3, 3]
     np.savez(tmp_path / "v.npz", x=x, y=np.arange(8) % 2, user=user[:3])
     with pytest.raises(InputError, match="column user must have 8 values"):
-        datasets.load(f"npz:{tmp_path / 'v.npz'}")
+        loading.load(f"npz:{tmp_path / 'v.npz'}")
 
 
 def test_domains_become_one_data_set_of_one_shape(tmp_path):
@@ -150,12 +151,12 @@ def test_domains_become_one_data_set_of_one_shape(tmp_path):
     np.savez(tmp_path / "c.npz", x=colour, y=[0, 1, 0, 1, 0, 1])
     names = f"npz:{tmp_path / 'g.npz'},npz:{tmp_path / 'c.npz'}"
     with pytest.raises(InputError, match="other names"):
-        datasets.load(f"domains:npz:{tmp_path / 'g.npz'},npz:{tmp_path / 'g.npz'}")
-    data = datasets.load(f"domains:{names}")
+        loading.load(f"domains:npz:{tmp_path / 'g.npz'},npz:{tmp_path / 'g.npz'}")
+    data = loading.load(f"domains:{names}")
     assert data.x.shape == (12, 6, 6, 3) and data.num_train == 10
     assert data.columns["domain"].tolist() == ["g"] * 4 + ["c"] * 6 + ["g"] * 2
     assert (data.x[:4] == 255).all() and (data.x[4:10] == 0).all()
-    small = datasets.load(f"domains:{names}", image_size=4)
+    small = loading.load(f"domains:{names}", image_size=4)
     assert small.x.shape == (12, 4, 4, 3)
 
 
@@ -168,7 +169,7 @@ def test_usps_is_read_from_h5(tmp_path):
     with h5py.File(tmp_path / "usps.h5", "w") as file:
         for split, x in parts.items():
             file[f"{split}/data"], file[f"{split}/target"] = x, np.arange(len(x)) % 10
-    data = datasets.load(f"usps:{tmp_path / 'usps.h5'}")
+    data = loading.load(f"usps:{tmp_path / 'usps.h5'}")
     assert data.x.shape == (25, 16, 16, 1) and data.x.dtype == np.uint8
     assert data.num_train == 20 and data.num_classes == 10
     assert np.array_equal(data.y[20:], np.arange(5))
@@ -176,13 +177,13 @@ def test_usps_is_read_from_h5(tmp_path):
     np.testing.assert_allclose(data.x / 255, whole, atol=0.5 / 255)
     (tmp_path / "usps.h5").write_bytes(b"no")
     with pytest.raises(InputError, match=r"usps\.h5 cannot be read"):
-        datasets.load(f"usps:{tmp_path / 'usps.h5'}")
+        loading.load(f"usps:{tmp_path / 'usps.h5'}")
 
 
 def test_usps_without_h5py_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[data\]' adds it"):
-        datasets.load("usps:usps.h5")
+        loading.load("usps:usps.h5")
 
 
 def shifted(spec, clients=4):

@@ -1,6 +1,8 @@
 """The checks a machine can make of the source: lint, format, types, sizes, the
 direction of imports."""
 
+import ast
+import graphlib
 import inspect
 import subprocess
 import sys
@@ -42,6 +44,24 @@ def test_methods_import_neither_the_loop_nor_each_other():
             assert not [
                 name for name in families if f"algorithms.{name} import" in source
             ]
+
+
+def test_modules_of_data_import_each_other_in_one_direction():
+    """Also inside functions; an import of a package is one of its `__init__`."""
+    folder, graph = ROOT / "fedjax_pfl", {}
+    for path in (folder / "data").rglob("*.py"):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{x.name}" for x in node.names}
+                found |= {node.module} | names
+        graph[path] = [
+            folder.parent / f"{'/'.join(x.split('.'))}.py"
+            for x in found
+            if x.startswith("fedjax_pfl.data")
+        ]
+    assert len(graph) > 10
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_the_public_names_are_few_and_documented():

@@ -17,7 +17,8 @@ from scipy.special import erf, softmax
 
 from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners, text
+from fedjax_pfl.data import datasets, federate, loading, partitioners
+from fedjax_pfl.data.sources import text
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets, text as networks
 from fedjax_pfl.models.layers import linear
@@ -362,7 +363,7 @@ def test_ag_news_is_read_from_tfds():
     folder = os.environ.get("TFDS_DATA_DIR", "")
     if not os.path.isdir(os.path.join(folder, "ag_news_subset")):
         pytest.skip(f"TFDS_DATA_DIR={folder} does not hold ag_news_subset")
-    data = datasets.load("ag_news_subset")
+    data = loading.load("ag_news_subset")
     assert data.num_classes == 4 and data.x.shape[1] == 200
     assert data.num_train < len(data.y) and set(np.unique(data.y)) == {0, 1, 2, 3}
     assert data.x[:, 0].all() and not data.x[:, -1].all()  # padded at the end
@@ -373,7 +374,7 @@ def test_speakers_of_real_plays():
     path = os.path.join(folder, "shakespeare_by_speaker.json.gz")
     if not os.path.isfile(path):
         pytest.skip(f"FEDJAX_PFL_REAL={folder} does not hold {os.path.basename(path)}")
-    data = datasets.load(f"text:{path}")
+    data = loading.load(f"text:{path}")
     assert len(set(data.columns["speaker"])) > 1000
     inside = data.x[:, 1:] > 0
     assert np.array_equal(data.x[:, 1:][inside], data.y[:, :-1][inside])

@@ -12,9 +12,10 @@ from flax import nnx
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, partitioners
+from fedjax_pfl.data import datasets, loading, partitioners
 from fedjax_pfl.data.federate import federate, others
 from fedjax_pfl.data.partition import class_counts, of_clients
+from fedjax_pfl.data.sources import toys
 from fedjax_pfl.engine import host_state, unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
@@ -27,7 +28,7 @@ KEYS = jax.random.split(jax.random.key(0), 2)
 
 @functools.cache
 def blobs() -> datasets.Dataset:
-    return datasets.synthetic(200, toy.C, toy.SHAPE)
+    return toys.synthetic(200, toy.C, toy.SHAPE)
 
 
 @functools.cache
@@ -782,21 +783,21 @@ WRONG = [
         {"factory": "linear", "input_shape": (0,), "num_classes": 4},
         "must be a shape",
     ),
-    (datasets.load, {"source": "digit"}, "did you mean 'digits'?"),
-    (datasets.load, {"source": None}, "Hugging Face data set, got NoneType"),
-    (datasets.load, {"source": "DIGITS"}, "did you mean 'digits'?"),
+    (loading.load, {"source": "digit"}, "did you mean 'digits'?"),
+    (loading.load, {"source": None}, "Hugging Face data set, got NoneType"),
+    (loading.load, {"source": "DIGITS"}, "did you mean 'digits'?"),
     (
-        datasets.synthetic,
+        toys.synthetic,
         {"num_examples": 2.5},
         "`num_examples` must be an integer, got 2.5",
     ),
     (
-        datasets.synthetic,
+        toys.synthetic,
         {"num_classes": "4"},
         "`num_classes` must be an integer, got '4'",
     ),
-    (datasets.synthetic, {"num_examples": 3}, "`num_examples` must be in"),
-    (datasets.synthetic, {"shape": 8}, "`shape` must be a shape"),
+    (toys.synthetic, {"num_examples": 3}, "`num_examples` must be in"),
+    (toys.synthetic, {"shape": 8}, "`shape` must be a shape"),
     (
         datasets.subset,
         {"dataset": blobs(), "fraction": 0, "seed": 0},

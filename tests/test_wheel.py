@@ -17,8 +17,8 @@ RUN = """
 import jax, pathlib, fedjax_pfl
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners
-data = datasets.load("digits")
+from fedjax_pfl.data import federate, loading, partitioners
+data = loading.load("digits")
 federation = federate.federate(data, partitioners.partition(data, "iid", num_clients=3, seed=0))
 task = simulate.task(data, federation.class_counts, models.model("linear", (8, 8, 1), 10), lr=0.1, batch_size=50)
 program = simulate.program(ALGORITHMS["fedavg"], task)

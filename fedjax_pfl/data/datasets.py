@@ -1,9 +1,6 @@
-"""Data sets as plain arrays: built-in ones, prepared TensorFlow Datasets, and your
-own."""
+"""Data sets as plain arrays: the type, its checks and parts."""
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,15 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import user_code
-from fedjax_pfl.data import tfds
-from fedjax_pfl.errors import InputError, check, check_shape, choose, in_one_line
+from fedjax_pfl.errors import InputError, check
 
-ARRAYS = ("x", "y", "x_test", "y_test")
 SCALED = 20  # largest absolute float of inputs that are scaled
-# columns of a Hugging Face data set that are taken without `columns`
-_INPUTS = ("image", "img", "pixel_values", "x")
-_LABELS = ("label", "labels", "fine_label", "y")
 
 
 class Dataset(NamedTuple):
@@ -64,90 +55,6 @@ class Dataset(NamedTuple):
         )
 
 
-DATASETS: dict[str, str] = {
-    "digits": (
-        "scikit-learn's 1,797 digits of 8x8 pixels, 10 classes, no official test set; "
-        "needs no download"
-    ),
-    "diabetes": (
-        "scikit-learn's 442 patients, 10 numbers, regression; column sex; needs no "
-        "download"
-    ),
-    "synthetic": (
-        "2,500 Gaussian blobs shaped 8x8, 10 classes, for tests; needs no download"
-    ),
-    **tfds.DESCRIPTIONS,
-    "tfds:NAME": (
-        "another data set of TFDS: images, texts, or numbers such as tokens, of one "
-        "shape, with an integer label"
-    ),
-    "npz:PATH": (
-        "your own arrays x and y, optionally x_test and y_test: an .npz, or a folder "
-        "of .npy or .npz files; other arrays [n] are columns, such as the user"
-    ),
-    "text:PATH": (
-        "texts: a JSON object {speaker: text} for the next character, or .csv, .json "
-        "or .jsonl rows of text and label (.gz too)"
-    ),
-    "table:PATH": (
-        "numbers: .csv, .json or .jsonl rows with a column label, or target for "
-        "regression; texts are columns, such as the sensor"
-    ),
-    "imagefolder:PATH": (
-        "images: CLASS/*.png, CLIENT/CLASS/*.png, train/ and test/ of these, or "
-        "Tiny-ImageNet's layout"
-    ),
-    "domains:A,B": (
-        "several data sets of the same classes of images, resized to one shape, as "
-        "values of the column domain"
-    ),
-    "usps:PATH": "9,298 digits, 16x16 grey, 10 classes: .h5 with train and test",
-}
-# of names with an argument, such as npz:PATH
-PREFIXES = tuple(f"{x.partition(':')[0]}:" for x in DATASETS if ":" in x)
-
-
-def load(
-    source: Any,
-    data_dir: str | None = None,
-    seed: int = 0,
-    columns: tuple[str, str] | None = None,
-    *,
-    tokenizer: str | None = None,
-    max_length: int | None = None,
-    image_size: int | None = None,
-) -> Dataset:
-    """Loads a data set.
-
-    Args:
-      source: one of
-        a name in `DATASETS`, such as `digits`, `mnist`, `tfds:NAME` or `npz:PATH`;
-        a function, or the name of one (FILE.py:NAME or package.module:NAME), that
-        returns any of the following;
-        a `Dataset`;
-        arrays, as a tuple or mapping of the arguments of `from_arrays`;
-        a Hugging Face `datasets` object, one split or a dictionary with `train` and
-        optionally `test`.
-      data_dir: folder of prepared TFDS data sets; default: the variable TFDS_DATA_DIR,
-        then ~/tensorflow_datasets.
-      seed: passed to a function that has an argument of this name.
-      columns: names of the input and label columns of a Hugging Face data set.
-      tokenizer: of texts: word, char or the file of a Hugging Face tokenizer; default:
-        word for classified texts, char for speakers.
-      max_length: most tokens of an example; default: 200, of speakers 80.
-      image_size: side to which images of a folder, or of domains, are resized.
-
-    Raises:
-      InputError: the name is unknown, the data set is not prepared (with the command
-        that prepares it), or the arrays cannot be learned from.
-    """
-    if isinstance(source, str) and not user_code.named(source):
-        return _named(source, data_dir, tokenizer, max_length, image_size)
-    if isinstance(source, str) or callable(source):
-        return _called(source, seed, columns)
-    return _converted(source, "dataset", columns)
-
-
 def from_arrays(
     x: Any,
     y: Any,
@@ -178,10 +85,10 @@ def from_arrays(
     """
     if (x_test is None) != (y_test is None):
         raise InputError(f"{name} has only one of x_test and y_test.")
-    xs, ys = [_inputs(f"{name}: x", np.asarray(x))], [np.asarray(y)]
+    xs, ys = [stored_inputs(f"{name}: x", np.asarray(x))], [np.asarray(y)]
     _check_labels(f"{name}: y", ys[0], xs[0])
     if x_test is not None:
-        xs.append(_inputs(f"{name}: x_test", np.asarray(x_test)))
+        xs.append(stored_inputs(f"{name}: x_test", np.asarray(x_test)))
         ys.append(np.asarray(y_test))
         _check_labels(f"{name}: y_test", ys[1], xs[1])
     if len({(a.shape[1:], a.dtype) for a in xs}) > 1:
@@ -193,207 +100,12 @@ def from_arrays(
         Dataset(
             name,
             inputs[..., None] if images else inputs,
-            _stored(labels),
+            stored(labels),
             len(ys[0]),
             num_classes or _classes(labels),
-            _preparation(inputs.dtype),
+            usual_preparation(inputs.dtype),
             columns={key: np.asarray(values) for key, values in columns.items()},
         )
-    )
-
-
-def _named(
-    name: str,
-    data_dir: str | None,
-    tokenizer: str | None,
-    max_length: int | None,
-    image_size: int | None,
-) -> Dataset:
-    # imported here: they make a Dataset
-    from fedjax_pfl.data import images, sources, text
-
-    kind, _, path = name.partition(":")
-    if not name.startswith(PREFIXES):
-        choose("data set", name, DATASETS)
-    makers: dict[str, Callable[[], Dataset]] = {
-        "npz": lambda: from_arrays(**_read(path), name=name),
-        "text": lambda: text.load(path, tokenizer, max_length),
-        "table": lambda: sources.table(path),
-        "imagefolder": lambda: images.load(path, image_size),
-        "usps": lambda: sources.usps(path),
-        "domains": lambda: sources.domains(
-            name, path.split(","), lambda part: load(part, data_dir), image_size
-        ),
-        "digits": _digits,
-        "diabetes": sources.diabetes,
-        "synthetic": synthetic,
-    }
-    if kind in makers:
-        return checked(makers[kind]())
-    arrays = tfds.load(name.removeprefix("tfds:"), data_dir)
-    texts = arrays.pop("texts")
-    if texts is not None:
-        return text.classified(
-            name,
-            texts,
-            arrays["y"],
-            num_train=arrays["num_train"],
-            num_classes=arrays["num_classes"],
-            tokens=tokenizer,
-            max_length=max_length,
-        )
-    x = arrays["x"] = _inputs(f"{name}: x", arrays["x"])
-    return checked(Dataset(name=name, prepare=_preparation(x.dtype), **arrays))
-
-
-def _called(source: Any, seed: int, columns: tuple[str, str] | None) -> Dataset:
-    """The data set that a function returns."""
-    own = isinstance(source, str)
-    function = user_code.load("dataset", source) if own else source
-    name = source if own else getattr(function, "__name__", "dataset")
-    given = {"seed": seed} if "seed" in user_code.parameters(function) else {}
-    call = user_code.bound(function, "dataset", name, **given)
-    with user_code.blamed("dataset", name):
-        return _converted(call(), name, columns)
-
-
-def _converted(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
-    if isinstance(made, Dataset):
-        x, y = _inputs(f"{name}: x", np.asarray(made.x)), np.asarray(made.y)
-        found = checked(made._replace(name=name, x=x, y=y))
-        prepared(found)
-        return found._replace(y=_stored(y))
-    parts = made.values() if isinstance(made, Mapping) else [made]
-    if any(hasattr(part, "column_names") for part in parts):
-        return _hugging_face(made, name, columns)
-    if isinstance(made, tuple):
-        return from_arrays(*made, name=name)
-    if isinstance(made, Mapping):
-        return from_arrays(**_arrays(name, made), name=name)
-    raise InputError(
-        f"`{name}` must be a fedjax_pfl.Dataset, arrays (x, y) or a Hugging Face data "
-        f"set, got {type(made).__name__}."
-    )
-
-
-def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
-    """A data set of the library `datasets`, which is not imported."""
-    splits = made if isinstance(made, Mapping) else {"train": made}
-    if "train" not in splits:
-        raise InputError(f"{name} must have a split train, got {', '.join(splits)}.")
-    found = list(splits["train"].column_names)
-    x, y = columns or (
-        next((name for name in known if name in found), "")
-        for known in (_INPUTS, _LABELS)
-    )
-    if x not in found or y not in found:
-        raise InputError(
-            f"`columns` must name the inputs and the labels of {name}, got "
-            f"{columns}. It has {', '.join(found)}."
-        )
-    arrays: dict[str, Any] = {}
-    for split, end in (("train", ""), ("test", "_test")):
-        if split in splits:
-            rows = [np.asarray(each) for each in splits[split][x]]
-            if len({row.shape for row in rows}) > 1:
-                raise InputError(f"{name}: {x} must have one shape. Resize it first.")
-            arrays[f"x{end}"] = np.asarray(rows)
-            arrays[f"y{end}"] = np.asarray(list(splits[split][y]))
-    features = splits["train"].features
-    parts = [splits[split] for split in ("train", "test") if split in splits]
-    # Images and lists have other types: they are no values of clients.
-    values = {
-        other: np.concatenate([np.asarray(list(part[other])) for part in parts])
-        for other in found
-        if other not in (x, y)
-        and all(other in part.column_names for part in parts)
-        and str(getattr(features[other], "dtype", "")).startswith(("int", "string"))
-    }
-    classes = getattr(features[y], "num_classes", None)
-    return from_arrays(**arrays, name=name, num_classes=classes, columns=values)
-
-
-def _read(path: str) -> dict[str, Any]:
-    """Reads the arrays of an .npz, or of a folder: x.npy and y.npy, or train.npz and
-    test.npz."""
-    folder = Path(os.path.expanduser(path))
-    if not os.path.isdir(folder):
-        found = read_npz(path, ARRAYS[:2], None)
-        columns = {}
-        for name in sorted(
-            {name.removesuffix("_test") for name in found} - set(ARRAYS)
-        ):
-            parts = [found[end] for end in (name, f"{name}_test") if end in found]
-            columns[name] = np.concatenate(parts)
-        return _arrays(path, found) | {"columns": columns}
-    found = {file.stem: np.load(file) for file in folder.glob("*.npy")}
-    for file in folder.glob("*.npz"):
-        end = "_test" if file.stem == "test" else ""
-        arrays = read_npz(file, ARRAYS[:2], ARRAYS[2:])
-        found |= {f"{name}{end}": array for name, array in arrays.items()}
-    return _arrays(path, found)
-
-
-def read_npz(
-    path: str | Path,
-    required: tuple[str, ...],
-    optional: tuple[str, ...] | None = (),
-) -> dict[str, np.ndarray]:
-    """Reads the named arrays of an .npz file, all of them for optional=None.
-
-    Raises:
-      InputError: the file cannot be read, or a required array is missing.
-    """
-    try:
-        # opened here because numpy leaves a damaged file open
-        with open(os.path.expanduser(path), "rb") as stream, np.load(stream) as file:
-            found = dict(file)
-    except Exception as error:  # of the zip file or of numpy
-        raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error
-    known = _arrays(path, found, required, optional or ())
-    return found if optional is None else known
-
-
-def _arrays(
-    source: Any,
-    found: Mapping[str, Any],
-    required: tuple[str, ...] = ARRAYS[:2],
-    optional: tuple[str, ...] = ARRAYS[2:],
-) -> dict[str, Any]:
-    for name in required:
-        if name not in found:
-            raise InputError(
-                f"{source} must have the arrays {', '.join(required)}, got "
-                f"{', '.join(found) or 'none'}."
-            )
-    return {name: found[name] for name in (*required, *optional) if name in found}
-
-
-def synthetic(
-    num_examples: int = 2500,
-    num_classes: int = 10,
-    shape: tuple[int, ...] = (8, 8, 1),
-    seed: int = 0,
-) -> Dataset:
-    """Returns balanced Gaussian blobs, four fifths of them for training.
-
-    The noise has variance 1 and the distance between class means is about 5.7.
-
-    Args:
-      num_examples: n, training and test examples together.
-      num_classes: C.
-      shape: shape of one input.
-      seed: equal seeds give equal arrays.
-    """
-    check("num_classes", num_classes, 1, 10**6, whole=True)
-    check("num_examples", num_examples, num_classes, 10**8, whole=True)
-    shape = check_shape("shape", shape)
-    rng = np.random.default_rng(seed)
-    means = rng.normal(size=(num_classes, *shape)) * 4 / np.sqrt(np.prod(shape))
-    y = rng.permutation(np.arange(num_examples, dtype=np.int32) % num_classes)
-    x = (means[y] + rng.normal(size=(num_examples, *shape))).astype(np.float32)
-    return Dataset(
-        "synthetic", x, y, num_examples - num_examples // 5, num_classes, prepare_floats
     )
 
 
@@ -455,19 +167,16 @@ def prepare_integers(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
-def _preparation(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+def usual_preparation(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    """Returns the preparation of inputs of a type."""
     if dtype == np.uint8:
         return prepare_images
     return prepare_integers if np.issubdtype(dtype, np.integer) else prepare_floats
 
 
-def _digits() -> Dataset:
-    # imported here: scikit-learn takes a second
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x, y = bunch.images.astype(np.uint8)[..., None], bunch.target.astype(np.int32)
-    return Dataset("digits", x, y, len(y), 10, prepare_digits)
+def pixels(x: np.ndarray) -> np.ndarray:
+    """Returns grey levels in [0, 1] as uint8."""
+    return np.rint(np.clip(x, 0, 1) * (255)).astype(np.uint8)
 
 
 def prepared(dataset: Dataset) -> jax.ShapeDtypeStruct:
@@ -488,7 +197,7 @@ def prepared(dataset: Dataset) -> jax.ShapeDtypeStruct:
     return found
 
 
-def _inputs(name: str, x: np.ndarray) -> np.ndarray:
+def stored_inputs(name: str, x: np.ndarray) -> np.ndarray:
     """Returns inputs as uint8, int32 (other integers) or float32."""
     _check_inputs(name, x)
     if x.dtype == np.uint8:
@@ -517,7 +226,8 @@ def _check_inputs(name: str, x: np.ndarray) -> None:
         raise InputError(f"{name} must be finite in float32, row {row} is not.")
 
 
-def _stored(y: np.ndarray) -> np.ndarray:
+def stored(y: np.ndarray) -> np.ndarray:
+    """Returns labels in the type of a federation."""
     return y.astype(label_type(y))
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, read_npz
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.sources.arrays import read_npz
 from fedjax_pfl.errors import InputError
 
 _PARTS = ("train", "test", "val")

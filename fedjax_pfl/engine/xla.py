@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fedjax_pfl.data.tfds import cache_dir
+from fedjax_pfl.data import cache
 
 # of rounds and evaluations, by platform
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def keep_compilations() -> None:
     versions = (jax.__version__, jaxlib.version.__version__)
     kind = (*versions, platform.machine(), platform.processor(), *sorted(cpu))
     folder = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
-    path = str(cache_dir() / "compiled" / folder)
+    path = str(cache.folder() / "compiled" / folder)
     jax.config.update("jax_compilation_cache_dir", path)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

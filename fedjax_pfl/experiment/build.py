@@ -30,14 +30,13 @@ from fedjax_pfl.data import (
     datasets,
     features,
     federate,
-    images,
+    loading,
     marks,
     partitioners,
     shifts,
-    text as tokens,
-    tfds,
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
+from fedjax_pfl.data.sources import images, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
@@ -272,7 +271,7 @@ def timetable(
     )
 
 
-_load = functools.lru_cache(2)(datasets.load)  # for all runs of a sweep
+_load = functools.lru_cache(2)(loading.load)  # for all runs of a sweep
 
 
 def load_data(config: Config) -> datasets.Dataset:
@@ -500,7 +499,7 @@ def divided(
     name = head if count.isdecimal() else config.public
     rng = np.random.default_rng(config.seed)
     if name != config.dataset:
-        pool = datasets.load(name, config.data_dir, config.seed)
+        pool = loading.load(name, config.data_dir, config.seed)
         if name == config.public:
             return dataset, pool
         rows = np.sort(rng.permutation(len(pool.y))[: int(count)])

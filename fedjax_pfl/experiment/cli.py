@@ -17,7 +17,7 @@ from absl import flags, logging
 from fedjax_pfl import hyperparameters
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
-from fedjax_pfl.data.datasets import DATASETS
+from fedjax_pfl.data.loading import DATASETS
 from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.engine import distributed, xla
 from fedjax_pfl.errors import InputError

@@ -18,7 +18,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.compression import RULES as COMPRESSIONS
 from fedjax_pfl.data import shifts
-from fedjax_pfl.data.datasets import DATASETS, PREFIXES
+from fedjax_pfl.data.loading import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check

@@ -7,10 +7,10 @@
 #
 # **The data set** is arrays and a function that prepares a batch of them for the network.
 # %%
-from fedjax_pfl.data import datasets, federate
+from fedjax_pfl.data import datasets, federate, loading
 
 N = 4 if TINY else 40
-digits = datasets.load("digits")
+digits = loading.load("digits")
 rng = np.random.default_rng(0)
 owner = rng.permutation(len(digits.y)) % N  # of each image
 turned = np.stack([np.rot90(image, k % 4) for image, k in zip(digits.x, owner, strict=True)])

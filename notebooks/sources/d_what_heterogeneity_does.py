@@ -12,12 +12,12 @@
 # %%
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners
+from fedjax_pfl.data import federate, loading, partitioners
 
 ALPHAS = [0.1, 10.0] if TINY else [0.1, 1.0, 3.0, 10.0, 100.0]
 METHODS = ["local", "fedavg"] if TINY else ["fedavg", "local", "fedrep", "ditto", "pfedc"]
 N, ROUNDS, SEEDS = (6, 2, [0]) if TINY else (60, 20, [0, 1])
-digits = datasets.load("digits")
+digits = loading.load("digits")
 network = models.model("linear" if TINY else "mlp", (8, 8, 1), 10)
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners
+from fedjax_pfl.data import federate, loading, partitioners
 
 N, ROUNDS = (6, 2) if TINY else (60, 10)
-digits = datasets.load("digits")
+digits = loading.load("digits")
 clients = partitioners.partition(digits, "dirichlet_hsu", num_clients=N, alpha=0.5, seed=0)
 federation = federate.federate(digits, clients)
 network = models.model("linear" if TINY else "mlp", (8, 8, 1), 10)

@@ -12,11 +12,11 @@
 # %%
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate
+from fedjax_pfl.data import federate, loading
 from fedjax_pfl.data.partition import build
 
 N = 6 if TINY else 12
-digits = datasets.load("digits")
+digits = loading.load("digits")
 rng = np.random.default_rng(0)
 shuffled = rng.permutation(len(digits.y))
 pool, private = shuffled[:300], shuffled[300:]

@@ -10,11 +10,12 @@ import time
 
 from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.data import datasets, federate, partitioners
+from fedjax_pfl.data import federate, partitioners
+from fedjax_pfl.data.sources import toys
 
 N, ROUNDS = (6, 2) if TINY else (40, 10)
 SHAPE, NETWORK = (8, 8, 1), "linear" if TINY else "mlp"
-data = datasets.synthetic(600 if TINY else 4000, shape=SHAPE)
+data = toys.synthetic(600 if TINY else 4000, shape=SHAPE)
 clients = partitioners.partition(data, "dirichlet_class", num_clients=N, alpha=0.5, seed=0)
 federation = federate.federate(data, clients)
 task = simulate.task(

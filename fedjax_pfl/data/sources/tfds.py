@@ -1,19 +1,22 @@
 """TensorFlow Datasets prepared on disk, read without TensorFlow and cached as plain
 arrays."""
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
 
-from fedjax_pfl.data import celeba
+from fedjax_pfl.data import cache
+from fedjax_pfl.data.datasets import Dataset, stored_inputs, usual_preparation
+from fedjax_pfl.data.sources import celeba, text
+from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, first_line
 
 DESCRIPTIONS: dict[str, str] = {
@@ -70,7 +73,35 @@ _CACHE_FORMAT = 1  # of the cache files
 _SEPARATOR = "\0"  # of texts there
 
 
-def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
+@register(
+    "tfds:NAME",
+    "another data set of TFDS: images, texts, or numbers such as tokens, of one "
+    "shape, with an integer label",
+)
+def load(
+    name: str,
+    data_dir: str | None = None,
+    tokenizer: str | None = None,
+    max_length: int | None = None,
+) -> Dataset:
+    """Returns a prepared data set of TFDS; arguments as of `read` and
+    `text.classified`."""
+    arrays = read(name, data_dir)
+    texts = arrays.pop("texts")
+    if texts is not None:
+        del arrays["x"], arrays["superclass"]
+        y = arrays.pop("y")
+        options: Any = {"tokens": tokenizer, "max_length": max_length}
+        return text.classified(name, texts, y, **arrays, **options)
+    x = arrays["x"] = stored_inputs(f"{name}: x", arrays["x"])
+    return Dataset(name=name, prepare=usual_preparation(x.dtype), **arrays)
+
+
+for _name, _description in DESCRIPTIONS.items():
+    register(_name, _description)(functools.partial(load, _name))
+
+
+def read(name: str, data_dir: str | None = None) -> dict[str, Any]:
     """Reads a prepared data set of images, or of numbers of one shape, from the cache
     where that is fresh.
 
@@ -94,8 +125,8 @@ def load(name: str, data_dir: str | None = None) -> dict[str, Any]:
     source = "cifar100" if name == "cifar100_coarse" else name
     root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = _version_folder(Path(os.path.expanduser(root)), source)
-    cache = _cache_path(source, folder)
-    arrays = cached(cache, source, lambda: _decode(source, folder))
+    path = _cache_path(source, folder)
+    arrays = cache.stored(path, source, lambda: _decode(source, folder))
     y, superclass = arrays["y"], None
     if name == "emnist/letters":
         y = y - 1  # TFDS counts letters from 1
@@ -143,13 +174,6 @@ def _version_folder(root: Path, source: str) -> Path:
     return folder
 
 
-def cache_dir() -> Path:
-    """Returns the folder of decoded arrays: the variable FEDJAX_PFL_CACHE, else
-    ~/.cache/fedjax_pfl."""
-    folder = os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl"
-    return Path(os.path.expanduser(folder))
-
-
 def _cache_path(source: str, folder: Path) -> Path:
     """A file name that changes when the version or any file of the prepared data set
     changes."""
@@ -159,26 +183,7 @@ def _cache_path(source: str, folder: Path) -> Path:
     ]
     content = json.dumps([_CACHE_FORMAT, source, str(folder.resolve()), stats])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return cache_dir() / f"{source.replace('/', '-')}-{folder.name}-{key}.npz"
-
-
-def cached(
-    path: Path, source: str, decode: Callable[[], dict[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """Returns the decoded arrays, which are written to the cache file once."""
-    if path.is_file():
-        with np.load(path) as file:
-            return dict(file)
-    arrays = decode()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # renamed, so that no reader ever sees half a file
-        part = path.with_suffix(f".{os.getpid()}.part.npz")
-        np.savez(part, **arrays)  # type: ignore[arg-type]  # numpy's stub
-        os.replace(part, path)
-    except OSError as error:
-        logging.warning("%s is not cached and will be decoded again: %s", source, error)
-    return arrays
+    return cache.folder() / f"{source.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, prepare_integers
+from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, in_one_line
 
 PADDING, UNKNOWN = 0, 1
@@ -189,15 +190,20 @@ def encode(
     return x
 
 
+@register(
+    "text:PATH",
+    "texts: a JSON object {speaker: text} for the next character, or .csv, .json "
+    "or .jsonl rows of text and label (.gz too)",
+)
 def load(
-    path: str, tokens: str | None = None, max_length: int | None = None
+    path: str, tokenizer: str | None = None, max_length: int | None = None
 ) -> Dataset:
     """Reads texts from a file, .gz or not.
 
     Args:
       path: a JSON object {speaker: text}; or .csv, .json or .jsonl rows with the
         columns `text` and `label`, optionally `split` (train or test) and others.
-      tokens: as of `classified` and `spoken`.
+      tokenizer: as `tokens` of `classified` and `spoken`.
       max_length: as there.
 
     Raises:
@@ -207,7 +213,7 @@ def load(
     if isinstance(content, dict):
         if not all(isinstance(text, str) for text in content.values()):
             raise InputError(f"{path} must be an object of speakers and their texts.")
-        return spoken(name, content, tokens=tokens, max_length=max_length)
+        return spoken(name, content, tokens=tokenizer, max_length=max_length)
     columns, num_train = as_columns(path, content, ("text", "label"))
     y, classes = classes_of(columns.pop("label"))
     texts = [str(text) for text in columns.pop("text")]
@@ -218,7 +224,7 @@ def load(
         num_train=num_train,
         num_classes=classes,
         columns=columns,
-        tokens=tokens,
+        tokens=tokenizer,
         max_length=max_length,
     )
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data import tfds
+from fedjax_pfl.data import cache
 from fedjax_pfl.data.datasets import Dataset, prepare_images
+from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Array
 
@@ -22,6 +23,11 @@ _CACHE_FORMAT = 1
 File = tuple[Path, str, str]  # its class and its client, "" where there are none
 
 
+@register(
+    "imagefolder:PATH",
+    "images: CLASS/*.png, CLIENT/CLASS/*.png, train/ and test/ of these, or "
+    "Tiny-ImageNet's layout",
+)
 def load(path: str, image_size: int | None = None) -> Dataset:
     """Reads a folder of images, from the cache where that is fresh.
 
@@ -102,8 +108,8 @@ def _decoded(folder: Path, files: list[Path], side: int | None) -> np.ndarray:
     ]
     content = json.dumps([_CACHE_FORMAT, str(folder.resolve()), side, stats])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    cache = tfds.cache_dir() / f"{folder.name}-{key}.npz"
-    return tfds.cached(cache, folder.name, lambda: {"x": _decode(files, side)})["x"]
+    path = cache.folder() / f"{folder.name}-{key}.npz"
+    return cache.stored(path, folder.name, lambda: {"x": _decode(files, side)})["x"]
 
 
 def _decode(files: Iterable[Path], side: int | None) -> np.ndarray:

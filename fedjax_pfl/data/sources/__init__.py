@@ -1,0 +1,1 @@
+"""Loaders of data sets, one module per kind; `data.loading` imports all."""
