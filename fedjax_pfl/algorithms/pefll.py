@@ -2,7 +2,7 @@
 generates the client's model from the description.
 
 Reference: Scott, Zakerinia & Lampert, PeFLL: personalized federated learning by
-learning to learn (ICLR 2024), Algorithm 1.
+learning to learn (ICLR 2024), Algorithm 1; authors' code: pefllauthors/PeFLL.
 """
 
 from typing import Annotated
@@ -78,6 +78,7 @@ def pefll(
     embedding: Annotated[int, Interval(ge=3, le=10_000)] | None = None,
     hidden: Annotated[int, Interval(ge=1, le=10_000)] = 100,
     hidden_layers: Annotated[int, Interval(ge=0, le=100)] = 3,
+    mask_absent: bool = True,
 ) -> Algorithm:
     """Sends theta = h(v_i; psi), v_i the mean of e(x, y; phi) over a batch of examples,
     gets back how far the client moved it, and takes that change back through both.
@@ -89,6 +90,8 @@ def pefll(
       hidden: width of the hypernetwork in [1, 10000]; 100 as in the authors' code.
       hidden_layers: its hidden layers after the first, in [0, 100]; 3 as in the
         authors' code.
+      mask_absent: sets the logits of classes without training examples to 0 in a
+        prediction; True as in the authors' code.
 
     Note:
       The embedding network is a body like the clients' and a linear layer of its
@@ -136,6 +139,17 @@ def pefll(
         rows = local_training.shuffle(key, length, c.train.size)[:size]
         return local_training.take(c.train, rows, jnp.arange(size) < c.train.size)
 
+    def scored(c, w):
+        plain = predictor(model, w)
+        if not mask_absent:
+            return plain
+        held = c.class_counts > 0
+
+        def masked(x, mask):
+            return jnp.where(held[None], plain(x, mask), 0)
+
+        return masked
+
     def round(key, state, cohort):
         server = state.server
 
@@ -152,7 +166,7 @@ def pefll(
             change = jax.tree.map(jnp.subtract, theta, params(w))
             (gradient,) = pullback(change)
             shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(model, w))
+            post = evaluation.post(cohort, c, scored(c, w))
             return {"gradient": gradient, "stats": shared["stats"]}, own, value, post
 
         networks = server["networks"]
@@ -184,7 +198,8 @@ def pefll(
             pass_size,
         )
         theta = generated(networks, *total)
-        return predictor(model, split.receive({**theta, "stats": server["stats"]}, own))
+        w = split.receive({**theta, "stats": server["stats"]}, own)
+        return scored(c, w)
 
     def sent(state, cohort, metrics):
         theta = trees.size(target) + trees.size(state.server["stats"])

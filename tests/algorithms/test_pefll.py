@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import toy
 
 from fedjax_pfl import keys, local_training
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pefll import Draw, normalised
 
 
@@ -15,6 +17,22 @@ def test_descriptions_have_mean_0_and_variance_1():
     np.testing.assert_allclose([got.mean(), got.var(ddof=1)], [0, 1], atol=1e-6)
     np.testing.assert_array_equal(normalised(jnp.full(3, 0.7)), 0)
     assert np.isfinite(jax.grad(lambda v: normalised(v)[0])(jnp.ones(3))).all()
+
+
+def test_classes_without_examples_have_the_logit_0():
+    cohort = toy.cohort(by_hand.TASK, range(5), f=by_hand.F)
+    x = by_hand.F.examples.x[:3]
+
+    def logits(mask_absent):
+        method = ALGORITHMS["pefll"](by_hand.TASK, mask_absent=mask_absent)
+        state = method.init(jax.random.key(0))
+        predict = lambda c, own: method.predict(state.server, own, c)(x, None)
+        return cohort.map(predict, state.clients, phase=None)
+
+    held = np.asarray(by_hand.F.class_counts) > 0
+    masked, plain = jax.jit(lambda: (logits(True), logits(False)))()
+    assert not held.all()
+    np.testing.assert_array_equal(masked, np.where(held[:, None], plain, 0))
 
 
 def described(i, t):
