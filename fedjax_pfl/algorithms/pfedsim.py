@@ -2,7 +2,7 @@
 by the similarity of the heads.
 
 Reference: Tan et al., pFedSim: similarity-aware model aggregation towards personalized
-federated learning (2023).
+federated learning (2023); authors' code: KarhouTam/FL-bench.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
 
-LARGEST = 0.9999  # similarity of a client with itself, as in FL-bench
+LARGEST = 0.9999  # similarity of a client with itself, as in the authors' code
 
 
 def similarity(kernels: Array) -> Array:
@@ -45,14 +45,15 @@ def pfedsim(
     proportion to -log(1 - phi_ij), phi_ij the similarity of the heads.
 
     Args:
-      warmup: share (ρ) in [0, 1] of the rounds that are FedAvg's; 0.5 as in FL-bench.
-        With 1 it is FedAvg.
+      warmup: share (ρ) in [0, 1] of the rounds that are FedAvg's; 0.5 as in the
+        authors' code. With 1 it is FedAvg.
 
     Note:
       phi_ij is renewed in the rounds that both clients take part in, and 0 before. A
       client predicts with its own last model, after the warm-up's rounds with the
       global one. The last uploads of all clients are mixed. Running statistics are
-      averaged during the warm-up and mixed with the bodies afterwards.
+      averaged during the warm-up and mixed with the bodies afterwards. After the
+      warm-up a client sends its model and receives a body, and once the global head.
     """
     sgd, split = local_training.bind(task), averaging.split(task)
     rounds = needed("rounds", task.rounds, "which its warm-up follows")
@@ -63,6 +64,7 @@ def pfedsim(
         averaging.check_linear_head(w, "pfedsim")
         shared, own = split.send(w)
         server = {"w": trees.replicate(shared, n), "phi": jnp.eye(n)}
+        server["own_head"] = jnp.zeros(n, bool)
         return State(server, trees.replicate(own, n))
 
     def mixed(server, ids):
@@ -100,12 +102,17 @@ def pfedsim(
         both = here[:, None] & here[None] & ~warm & ~jnp.eye(n, dtype=bool)
         phi = jnp.where(both, similarity(kept["head"]["kernel"]), server["phi"])
         everybody = trees.choose(warm & jnp.any(here), same, kept)
-        return State({"w": everybody, "phi": phi}, own), Metrics(value, post)
+        own_head = server["own_head"] | (here & ~warm)
+        server = {"w": everybody, "phi": phi, "own_head": own_head}
+        return State(server, own), Metrics(value, post)
 
     def predict(server, own, c):
         return predictor(c.model, split.receive(trees.gather(server["w"], c.id), own))
 
     def sent(state, cohort, metrics):
-        return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
+        w = state.server["w"]
+        size, head = (trees.size(tree) // n for tree in (w, w["head"]))
+        kept = state.server["own_head"][cohort.ids]
+        return traffic.both_ways(cohort, size - head * kept, size)
 
     return Algorithm(init, round, predict, evaluation.classification, sent)

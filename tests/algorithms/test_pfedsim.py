@@ -1,10 +1,13 @@
 """pFedSim: its limit and two rounds by hand."""
 
 import by_hand
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import toy
 
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedsim import similarity, weights
 
 
@@ -52,6 +55,18 @@ def test_two_rounds_by_hand():
                 np.testing.assert_allclose(got, wanted, atol=1e-4)
         np.fill_diagonal(phi, 1)
         np.testing.assert_allclose(states[t + 1].server["phi"], phi, atol=1e-4)
+
+
+def test_a_client_with_a_head_of_its_own_receives_a_body_only():
+    states, _ = by_hand.run("pfedsim", warmup=0.0)
+    algorithm = ALGORITHMS["pfedsim"](by_hand.TASK)
+    cohort = toy.cohort(by_hand.TASK, [0, 3])  # client 3 does not train
+    states = jax.tree.map(jnp.asarray, states[:2])
+    found = [algorithm.traffic(state, cohort, None) for state in states]
+    size, head = 6 * 8 + 8 + 8 * 4 + 4, 8 * 4 + 4
+    np.testing.assert_array_equal([x.up for x in found], size)
+    np.testing.assert_array_equal(found[0].down, size)
+    np.testing.assert_array_equal(found[1].down, [size - head, size])
 
 
 def test_similarity_by_hand():
