@@ -462,7 +462,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "mocha": (columns + 2, columns),  # Sigma_tt and rho
         # the embedding network, the model, and an embedding of 3
         "pefll": ((body + 12 * 3 + 3 + body + head + 3) * ones,) * 2,
-        "floco": ((body + 3 * head + 3) * ones, (body + 3 * head) * ones),
+        "floco": ((body + head + 16 * C + 3) * ones, (body + head + 16 * C) * ones),
         "apple": (5 * (body + head) * ones, (body + head) * ones),
         "ccvr": (2 * (body + head) * ones, (body + head + C * (8 + 64)) * ones),
         "fedgen": ((body + head + 184) * ones, (body + head) * ones),

@@ -2,7 +2,7 @@
 client has a region of the simplex.
 
 Reference: Grinwald, Wiesner & Nakajima, Federated learning over connected modes
-(NeurIPS 2024), Algorithm 1.
+(NeurIPS 2024), Algorithm 1; authors' code: dennis-grinwald/floco.
 """
 
 from typing import Annotated
@@ -33,40 +33,69 @@ NEAREST = 1e-4  # smaller distances count as this one
 class Start(keys.Stream):
     """Streams below the key of the initial state."""
 
-    CORNERS = 50, "the heads after the first, + their number"
+    CORNERS = 50, "the corners"
 
 
 class Draw(keys.Stream):
     """Streams below the loss's key of a step."""
 
     EDGES = 50, "the point of the simplex"
-    SIGNS = 51, "the direction in which it is moved"
+    DIRECTION = 51, "the direction in which it is moved"
     RADIUS = 52, "how far it is moved"
 
 
-def mix(alpha: Array, heads: PyTree) -> PyTree:
-    """Returns sum_m alpha_m theta_m of alpha [M] and the corners theta [M, ...]."""
+def is_corner(head: PyTree) -> PyTree:
+    """Returns True for the leaves of a head that differ between the corners: its
+    matrices. The others are shared."""
+    return jax.tree.map(lambda x: x.ndim > 1, head)
 
-    def one(x: Array) -> Array:
+
+def corners(key: Array, head: PyTree, count: int) -> PyTree:
+    """Returns a head whose matrices are `count` draws of Xavier's normal distribution
+    each, [count, ...]; with one corner they are those of `head`."""
+    xavier = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "normal")
+    leaves, structure = jax.tree.flatten(head)
+
+    def several(i: int, x: Array) -> Array:
+        if x.ndim < 2:
+            return x
+        if count == 1:
+            return x[None]
+        draws = jax.random.split(jax.random.fold_in(key, i), count)
+        return jnp.stack([xavier(k, x.shape, x.dtype) for k in draws])
+
+    drawn = [several(i, x) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, drawn)
+
+
+def mix(alpha: Array, heads: PyTree, corner: PyTree) -> PyTree:
+    """Returns the head sum_m alpha_m theta_m of alpha [M] and the corners theta
+    [M, ...], the leaves `corner` of `heads`."""
+
+    def one(x: Array, stacked: bool) -> Array:
+        if not stacked:
+            return x
         mixed = jnp.tensordot(alpha, x, 1, precision=jax.lax.Precision.HIGHEST)
         return mixed.astype(x.dtype)
 
-    return jax.tree.map(one, heads)
+    return jax.tree.map(one, heads, corner)
 
 
 def draw(key: Array, center: Array, assigned: Array, rho: Numeric) -> Array:
     """Returns a point alpha [M] of the region of a client.
 
-    If `assigned` [] it is `center` [M] moved by at most rho in the L1 norm, in a
-    direction uniform on its sphere; else it is uniform on the simplex.
+    If `assigned` [] it is `center` [M] moved by at most rho in the L1 norm, in the
+    direction of a point uniform in [-1, 1]^M; else it is uniform on the simplex.
     """
     shape = center.shape
     edges = jax.random.exponential(keys.fold(key, Draw.EDGES), shape, jnp.float32)
     alpha = edges / jnp.sum(edges)
-    half = jnp.float32(0.5)
-    signs = 2 * jax.random.bernoulli(keys.fold(key, Draw.SIGNS), half, shape) - 1
+    cube = jax.random.uniform(
+        keys.fold(key, Draw.DIRECTION), shape, jnp.float32, minval=-1
+    )
     radius = rho * jax.random.uniform(keys.fold(key, Draw.RADIUS), (), jnp.float32)
-    return jnp.where(assigned, center + radius * signs * alpha, alpha)
+    moved = center + radius * cube / jnp.sum(jnp.abs(cube))
+    return jnp.where(assigned, moved, alpha)
 
 
 def components(gram: Array, here: Array, count: int) -> Array:
@@ -140,25 +169,32 @@ def floco(
         0 it is FedAvg.
 
     Note:
-      The corners include the bias, which the authors' code shares. A region may leave
-      the simplex, as there. The authors let all clients train in the last round of the
-      warm-up; here each client's last update counts. A client that has not trained by
-      then goes on with the whole simplex. Floco+ is not built.
+      As in the authors' code the corners are the head's matrices, drawn by Xavier's
+      normal distribution (of one corner the network's own start), the bias is shared,
+      a direction is a point of a cube, and a region may leave the simplex. The authors
+      let all clients train in the last round of the warm-up; here each client's last
+      update counts. A client that has not trained by then goes on with the whole
+      simplex. Floco+ is not built.
     """
     model, n = task.model, task.num_clients
     sgd, split = local_training.bind(task), averaging.split(task)
     rounds = needed("rounds", task.rounds, "which its warm-up follows")
     first = jnp.maximum(jnp.round(warmup * rounds), 1)
 
+    corner = is_corner(jax.eval_shape(model.init, jax.random.key(0))["head"])
+
+    def only(head):
+        # The corners, without what is shared.
+        pairs = zip(jax.tree.leaves(head), jax.tree.leaves(corner), strict=True)
+        return [x for x, many in pairs if many]
+
     def init(key):
-        corners = keys.fold(key, Start.CORNERS)
-        draws = [key, *(jax.random.fold_in(corners, m) for m in range(1, endpoints))]
-        heads = [model.init(k)["head"] for k in draws]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *heads)
-        shared, own = split.send(model.init(key) | {"head": stacked})
+        w = model.init(key)
+        stacked = corners(keys.fold(key, Start.CORNERS), w["head"], endpoints)
+        shared, own = split.send(w | {"head": stacked})
         server = {
             "w": shared,
-            "update": trees.replicate(jax.tree.map(jnp.zeros_like, stacked), n),
+            "update": trees.replicate(jax.tree.map(jnp.zeros_like, only(stacked)), n),
             "seen": jnp.zeros(n, bool),
             "center": jnp.full((n, endpoints), 1 / endpoints, jnp.float32),
             "assigned": jnp.zeros(n, bool),
@@ -166,7 +202,7 @@ def floco(
         return State(server, trees.replicate(own, n))
 
     def predictor(w, alpha):
-        return averaging.predictor(model, w | {"head": mix(alpha, w["head"])})
+        return averaging.predictor(model, w | {"head": mix(alpha, w["head"], corner)})
 
     def assign(server):
         update, seen = server["update"], server["seen"]
@@ -185,12 +221,12 @@ def floco(
                 h, stats = model.features(
                     w, batch.x, mask=batch.mask, train=True, key=key
                 )
-                z = model.head(mix(alpha, w["head"]), h)
+                z = model.head(mix(alpha, w["head"], corner), h)
                 return losses.of(task)(z, batch.y, batch.mask), stats
 
             start = split.receive(server["w"], own)
             w, value = sgd(c, start, loss=loss)
-            update = jax.tree.map(jnp.subtract, start["head"], w["head"])
+            update = jax.tree.map(jnp.subtract, only(start["head"]), only(w["head"]))
             shared, own = split.send(w)
             post = evaluation.post(cohort, c, predictor(w, center))
             return shared, update, own, value, post

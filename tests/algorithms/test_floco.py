@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from fedjax_pfl import keys
-from fedjax_pfl.algorithms.floco import Draw, centers, components, project
+from fedjax_pfl.algorithms.floco import Draw, centers, components, corners, project
 
 RNG = np.random.default_rng(0)
 
@@ -75,12 +75,22 @@ def test_one_corner_is_fedavg():
     (_, *wanted), _ = by_hand.run("fedavg")
     for got, other in zip(found, wanted, strict=True):
         w = got.server["w"]
-        w = w | {"head": jax.tree.map(lambda x: x[0], w["head"])}
+        kernel, bias = (w["head"][name] for name in ("kernel", "bias"))
+        w = w | {"head": {"kernel": kernel[0], "bias": bias}}
         toy.assert_close(w, other.server, 1e-6)
 
 
+def test_corners_are_draws_of_xaviers_normal_distribution():
+    head = {"kernel": jnp.ones((30, 20)), "bias": jnp.full(20, 0.5)}
+    found = corners(jax.random.key(0), head, 4)
+    assert found["kernel"].shape == (4, 30, 20)
+    deviation = found["kernel"].std(axis=(1, 2))
+    np.testing.assert_allclose(deviation, np.sqrt(2 / 50), rtol=0.1)
+    np.testing.assert_array_equal(found["bias"], head["bias"])
+
+
 def mixed(alpha, w):
-    return [*w[:2], *(np.tensordot(alpha, x, 1) for x in w[2:])]
+    return [*w[:2], np.tensordot(alpha, w[2], 1), w[3]]
 
 
 def points(i, t, center):
@@ -91,9 +101,10 @@ def points(i, t, center):
         loss = keys.fold(step, keys.Step.LOSS)
         edges = jax.random.exponential(keys.fold(loss, Draw.EDGES), (3,))
         alpha = np.asarray(edges / edges.sum(), np.float64)
-        signs = jax.random.rademacher(keys.fold(loss, Draw.SIGNS), (3,))
+        draw = keys.fold(loss, Draw.DIRECTION)
+        cube = np.asarray(jax.random.uniform(draw, (3,), minval=-1), np.float64)
         length = jax.random.uniform(keys.fold(loss, Draw.RADIUS), ())
-        move = 0.4 * float(length) * np.asarray(signs) * alpha
+        move = 0.4 * float(length) * cube / np.abs(cube).sum()
         yield alpha if center is None else center + move
 
 
@@ -110,16 +121,11 @@ def test_two_rounds_by_hand():
             def slope(v, x, y, alphas=alphas):
                 alpha = next(alphas)
                 g = oracle.gradient(mixed(alpha, v), x, y)
-                return [*g[:2], *(np.multiply.outer(alpha, x) for x in g[2:])]
+                return [*g[:2], np.multiply.outer(alpha, g[2]), g[3]]
 
             models.append(by_hand.descend(v, i, t, slope))
         if t == 0:
-            updates = [
-                np.concatenate(
-                    [(a - b).ravel() for a, b in zip(w[2:], v[2:], strict=True)]
-                )
-                for v in models
-            ]
+            updates = [(w[2] - v[2]).ravel() for v in models]
             found = regions(np.stack(updates), 3)
             for i, point in zip(by_hand.LEARN[0], found, strict=True):
                 center[i] = point
