@@ -276,7 +276,7 @@ METHODS = {
         "serverpac",
         "FedPAC",
         {"lamda": "lam"},
-        {"head_epochs": 1},
+        {"head_epochs": 1, "head_lr": 1.0},
         differs="PFLlib combines heads in another order of the clients than their "
         "statistics (corrected copy: 0.17)",
     ),

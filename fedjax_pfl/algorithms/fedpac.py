@@ -2,7 +2,7 @@
 combination of all heads that its feature statistics favour.
 
 Reference: Xu et al., Personalized federated learning with feature alignment and
-classifier collaboration (ICLR 2023), Algorithm 1.
+classifier collaboration (ICLR 2023), Algorithm 1; authors' code: JianXu95/FedPAC.
 """
 
 from typing import Annotated
@@ -25,13 +25,16 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
 
+SMALLEST = 1e-3  # smaller weights of a head count as 0, as in the authors' code
+
 
 def combination(v: Array, h: Array, here: Array) -> Array:
     """Returns the weights [S, S] of the heads; row i minimises the bound on client i's
     test loss.
 
     alpha^T (diag(v) + G_i) alpha over the simplex, G_i the inner products of h_i - h_j,
-    where h_i [C K] are client i's class means times the class's share.
+    where h_i [C K] are client i's class means times the class's share. Weights of at
+    most 0.001 are set to 0 and the others scaled to the sum 1.
 
     Args:
       v: variances [S] of the estimates h [S, C K].
@@ -41,7 +44,9 @@ def combination(v: Array, h: Array, here: Array) -> Array:
     def one(mine: Array) -> Array:
         d = jnp.where(here[:, None], mine[None] - h, 0)
         gram = jnp.dot(d, d.T, precision=jax.lax.Precision.HIGHEST)
-        return fista(gram + jnp.diag(v), here)
+        alpha = fista(gram + jnp.diag(v), here)
+        alpha = jnp.where(alpha > SMALLEST, alpha, 0)
+        return alpha / jnp.maximum(jnp.sum(alpha), SMALLEST)
 
     return jax.lax.map(one, h)
 
@@ -73,6 +78,7 @@ def fedpac(
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
+    head_lr: Annotated[float, Ge(0)] = 10.0,
 ) -> Algorithm:
     """Trains the head on the received body, then the body with the penalty lam
     mean((h - c_y)^2), c_y the global mean feature of the class.
@@ -81,19 +87,25 @@ def fedpac(
     alpha_ij phi_j of the trained heads phi_j (`combination`).
 
     Args:
-      lam: weight of the distance to the class means (λ) in [0, inf); 1 as in PFLlib.
+      lam: weight of the distance to the class means (λ) in [0, inf); 1 as in the
+        authors' code.
       head_epochs: local epochs of the head in [0, 10000]; 1 as there.
+      head_lr: learning rate of the head in [0, inf), a multiple of the task's; 10 as
+        there (0.1 and 0.01), 1 in PFLlib.
 
     Note:
       v_i = (mean ||h||^2 - sum_c p_c^2 ||mu_c||^2) / n_i and h_i = p_c mu_c are
-      estimated on the received body before training, as in PFLlib. The quadratic
-      program is solved by an accelerated projected gradient; PFLlib drops weights below
-      0.001, and here they remain. Global class means are weighted by the examples of
-      the class, as in the paper; PFLlib averages uniformly. The distance is a mean over
-      the features, as in both libraries. Clients that are absent keep their heads. The
-      reported loss is that of the body's phase.
+      estimated on the received body before training, as in the authors' code. The
+      quadratic program is solved by an accelerated projected gradient. Global class
+      means are weighted by the examples of the class; PFLlib averages uniformly. The
+      distance is a mean over the features, as in both. The optimizer is the task's; the
+      authors' has momentum 0.5 and weight decay. Clients that are absent keep their
+      heads. The reported loss is that of the body's phase.
     """
     sgd, split = local_training.bind(task), averaging.split(task, ("head",))
+    sgd_head = local_training.bind(
+        task._replace(optimizer=lambda lr: task.optimizer(head_lr * lr))
+    )
     classes, width = task.num_classes, task.model.num_features
     batch_size = evaluation.pass_size(task.sizes)
     shapes = jax.eval_shape(task.model.init, jax.random.key(0))
@@ -124,12 +136,9 @@ def fedpac(
         def client(c, own):
             w = split.receive(server["w"], own)
             v, h = statistics(c, w)
-            w, value = sgd(
-                c,
-                w,
-                train=("head",),
-                epochs=head_epochs,
-                stream=keys.Client.HEAD_PHASE,
+            stream = keys.Client.HEAD_PHASE
+            w, value = sgd_head(
+                c, w, train=("head",), epochs=head_epochs, stream=stream
             )
 
             def loss(w, batch, key):
