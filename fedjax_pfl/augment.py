@@ -1,10 +1,11 @@
 """Mixing of training examples and their labels, as `Task.mix` takes it."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from chex import Numeric
+from annotated_types import Gt
 
 from fedjax_pfl.types import Array
 
@@ -21,7 +22,7 @@ def partners(key: Array, mask: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(following)
 
 
-def mixup(alpha: Numeric) -> Mix:
+def mixup(alpha: Annotated[float, Gt(0)] = 0.2) -> Mix:
     """Returns mixup (Zhang et al., ICLR 2018): each example is l x + (1 - l) x' with
     another one of the batch, l ~ Beta(alpha, alpha), and so are its labels."""
 
@@ -35,7 +36,7 @@ def mixup(alpha: Numeric) -> Mix:
     return mix
 
 
-def cutmix(alpha: Numeric) -> Mix:
+def cutmix(alpha: Annotated[float, Gt(0)] = 1.0) -> Mix:
     """Returns CutMix (Yun et al., ICCV 2019): a box of each image [H, W, C] is another
     image's, of the area 1 - l, l ~ Beta(alpha, alpha); labels are mixed by area."""
 

@@ -3,22 +3,17 @@
 Nothing in a synchronous run depends on it.
 """
 
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from annotated_types import Ge, Gt
 
 from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.options import Factory, Options
 
-# {name: (rng, N, value, value) -> [N]}
-DISTRIBUTIONS: dict[str, Callable[..., np.ndarray]] = {
-    "lognormal": lambda rng, n, median, sigma: (
-        median * np.exp(sigma * rng.normal(size=n))
-    ),
-    "uniform": lambda rng, n, low, high: rng.uniform(low, high, n),
-}
 MEGABIT = 1e6 / 8  # bytes
 
 
@@ -27,6 +22,53 @@ class Clients(NamedTuple):
 
     per_second: np.ndarray | None = None  # [N] examples; None: training takes no time
     megabits: np.ndarray | None = None  # [N] both ways; None: messages take no time
+
+
+def constant(value: Annotated[float, Gt(0)], num_clients: int) -> np.ndarray:
+    """Returns the same number for all clients."""
+    return np.full(num_clients, value)
+
+
+def lognormal(
+    median: Annotated[float, Gt(0)],
+    sigma: Annotated[float, Ge(0)],
+    num_clients: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Draws median exp(sigma z), z ~ N(0, 1)."""
+    return median * np.exp(sigma * rng.normal(size=num_clients))
+
+
+def uniform(
+    low: Annotated[float, Gt(0)],
+    high: Annotated[float, Gt(0)],
+    num_clients: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Draws numbers in [low, high]."""
+    if low > high:
+        raise InputError(f"`low` must be at most high={high:g}, got {low:g}.")
+    return rng.uniform(low, high, num_clients)
+
+
+def file(path: str, num_clients: int) -> np.ndarray:
+    """Reads a text with a number per client."""
+    try:
+        words = Path(path).expanduser().read_text(encoding="utf-8").split()
+        return np.array([float(word) for word in words])
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+
+
+def _of_ids(function: Any, num_clients: int) -> np.ndarray:
+    return np.array([float(function(id)) for id in range(num_clients)])
+
+
+_FACTORIES = (constant, lognormal, uniform, file)
+SPEEDS, BANDWIDTHS = (
+    Options(name, {x.__name__: x for x in _FACTORIES}, ("num_clients", "rng"), _of_ids)
+    for name in ("speeds", "bandwidths")
+)
 
 
 def speeds(spec: str, num_clients: int, seed: int, name: str = "speeds") -> np.ndarray:
@@ -40,22 +82,10 @@ def speeds(spec: str, num_clients: int, seed: int, name: str = "speeds") -> np.n
     Raises:
       InputError: the text is none of these, or a number is not positive.
     """
-    kind, _, rest = spec.partition(":")
-    if kind == "file":
-        text = Path(rest).expanduser().read_text(encoding="utf-8")
-        found = _numbers(name, spec, text.split())
-    elif kind in DISTRIBUTIONS:
-        values = _numbers(name, spec, rest.split(":"))
-        if len(values) != 2:
-            raise InputError(f"--{name}={spec} must have two numbers after {kind}.")
-        rng = np.random.default_rng([seed, *name.encode()])
-        found = DISTRIBUTIONS[kind](rng, num_clients, *values)
-    elif user_code.named(spec):
-        function = user_code.load("speeds", spec)
-        with user_code.blamed("speeds", spec):
-            found = np.array([float(function(id)) for id in range(num_clients)])
-    else:
-        found = np.repeat(_numbers(name, spec, [spec]), num_clients)
+    make = read(spec, name)
+    rng = np.random.default_rng([seed, *name.encode()])
+    with user_code.blamed(name, spec):
+        found = make(num_clients=num_clients, rng=rng)
     if found.shape != (num_clients,) or not np.all(np.isfinite(found) & (found > 0)):
         raise InputError(
             f"--{name}={spec} must give {num_clients} positive numbers, one per client."
@@ -63,14 +93,12 @@ def speeds(spec: str, num_clients: int, seed: int, name: str = "speeds") -> np.n
     return found
 
 
-def _numbers(name: str, spec: str, words: list[str]) -> np.ndarray:
-    try:
-        return np.array([float(word) for word in words])
-    except ValueError:
-        raise InputError(
-            f"--{name}={spec} must be a number, lognormal:MEDIAN:SIGMA, "
-            "uniform:LOW:HIGH, file:PATH or FILE.py:FUNCTION."
-        ) from None
+def read(spec: str, name: str) -> Factory:
+    """Returns a function of `num_clients` and `rng` that makes the numbers; InputError
+    if the text is none of those of `speeds`."""
+    plain = re.fullmatch(r"[-+]?(\d|\.\d|nan|inf).*", spec)
+    known = {"speeds": SPEEDS, "bandwidths": BANDWIDTHS}[name]
+    return known.read(f"constant:{spec}" if plain else spec)
 
 
 def clients(

@@ -1,9 +1,11 @@
-"""Hyperparameters of a method, read from the signature of its factory.
+"""Hyperparameters of a method and values of an option, read from the signature of a
+factory.
 
 The keyword-only arguments of a factory are its hyperparameters. Their annotations give
 kind, range and choices: `lam: Annotated[float, Ge(0)] = 1.0`, `order: Literal["paper",
 "code"] = "paper"`, `steps: int | None = None`. Ranges use the package annotated-types.
-Without an annotation the kind is the type of the default.
+Without an annotation the kind is the type of the default. The factories of an option
+are annotated in the same way, see `options`.
 """
 
 import functools
@@ -12,7 +14,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -147,6 +149,70 @@ def check_value(known: Hyperparameter, value: Any) -> None:
         errors.check(
             known.name, value, low, high, open_low=open_low, open_high=open_high
         )
+    elif plain != plain:  # NaN, which is in no range
+        raise InputError(f"`{known.name}` must be a number, got nan.")
+
+
+def parse(kind: Any, name: str, value: str) -> Any:
+    """Returns a text as a value of a kind; InputError if it is none."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[value.lower()]
+        return kind(value)
+    except (ValueError, KeyError):
+        noun = NOUNS.get(kind, kind)
+        raise InputError(f"`{name}` must be {noun}, got {value!r}.") from None
+
+
+def from_text(known: Hyperparameter, value: Any) -> Any:
+    """Returns a text as a value of a hyperparameter; others are unchanged."""
+    if not isinstance(value, str):
+        return value
+    none = value.lower() == "none" and known.optional and "none" not in known.choices
+    return None if none else parse(known.kind, known.name, value)
+
+
+def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns hyperparameters with the types of a factory's arguments."""
+    known = of(factory)
+    for name in given:
+        errors.choose(f"hyperparameter of {method_name(factory)}", name, known)
+    return {name: from_text(known[name], value) for name, value in given.items()}
+
+
+def arguments(
+    factory: Callable[..., Any], given: Collection[str] = ()
+) -> list[Hyperparameter]:
+    """Returns the arguments of an option's factory in their order, but those `given` by
+    the caller."""
+    parameters = inspect.signature(factory, eval_str=True).parameters.values()
+    return [_read(p) for p in parameters if p.name not in given]
+
+
+def values(
+    factory: Callable[..., Any], text: str | None, given: Collection[str] = ()
+) -> dict[str, Any]:
+    """Returns the arguments of a factory in VALUE:VALUE... by name.
+
+    Args:
+      text: a value for the first arguments; None: for none of them.
+      given: names of arguments that are not in the text.
+
+    Raises:
+      InputError: a value is missing, too many, of another kind or out of range.
+    """
+    known = arguments(factory, given)
+    words = [] if text is None else text.split(":", max(len(known) - 1, 0))
+    needed = [x.name for x in known if x.default is inspect.Parameter.empty]
+    if len(words) > len(known) or len(words) < len(needed):
+        wanted = ":".join(x.name.upper() for x in known) or "no value"
+        raise InputError(f"must have {wanted}, got {text or 'none'}.")
+    pairs = zip(known, words, strict=False)
+    found = {argument.name: from_text(argument, word) for argument, word in pairs}
+    for argument in known:
+        if argument.name in found:
+            check_value(argument, found[argument.name])
+    return found
 
 
 def _read(parameter: inspect.Parameter) -> Hyperparameter:

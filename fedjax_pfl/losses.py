@@ -2,11 +2,13 @@
 training takes."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Ge, Interval
 from chex import Numeric
 from jax import lax
 
@@ -69,7 +71,7 @@ def binary_cross_entropy(outputs: Array, y: Array, mask: Array) -> Array:
     return masked_mean(jnp.mean(each, axis=-1), mask)
 
 
-def label_smoothing(epsilon: Numeric) -> Loss:
+def label_smoothing(epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.1) -> Loss:
     """Returns the cross entropy with labels mixed with the uniform distribution, by
     epsilon in [0, 1]."""
 
@@ -80,7 +82,7 @@ def label_smoothing(epsilon: Numeric) -> Loss:
     return loss
 
 
-def focal(gamma: Numeric) -> Loss:
+def focal(gamma: Annotated[float, Ge(0)] = 2.0) -> Loss:
     """Returns the focal loss -(1 - p)^gamma log p of the label's probability p (Lin et
     al., ICCV 2017), gamma in [0, inf)."""
 
@@ -92,7 +94,9 @@ def focal(gamma: Numeric) -> Loss:
     return loss
 
 
-def class_balanced(beta: float, class_counts: np.ndarray) -> Loss:
+def class_balanced(
+    beta: Annotated[float, Interval(ge=0, lt=1)], class_counts: np.ndarray
+) -> Loss:
     """Returns the cross entropy with weights (1 - beta) / (1 - beta^n_c) of the classes
     (Cui et al., CVPR 2019).
 

@@ -7,8 +7,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +26,27 @@ CALLS = {  # arguments of a function of each kind
     "mix": "(key, x, labels, mask)",
     "sampling": "(key, round, history)",
     "speeds": "(id)",
+    "bandwidths": "(id)",
+    "staleness": "(staleness)",
+    "shift": "(dataset, partition, seed)",
+    "adapt": "()",
 }
-# prefixes of other names
-_BUILT_IN = tuple(
-    f"{name}:"
-    for name in (
-        *("npz", "tfds", "file", "blocks", "natural", "pretrained"),
-        *(
-            "label_smoothing",
-            "focal",
-            "class_balanced",
-            "mixup",
-            "cutmix",
-            "power_of_choice",
-        ),
-        *("text", "table", "imagefolder", "domains", "usps"),
-    )
-)
+_NAMED = re.compile(r"(.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*", re.DOTALL)
+_RESERVED: set[str] = set()
+
+
+def reserve(names: Iterable[str]) -> tuple[str, ...]:
+    """Declares that HEAD of the names HEAD:REST is no module, and returns HEAD: of
+    each."""
+    heads = [name.partition(":")[0] for name in names if ":" in name]
+    _RESERVED.update(heads)
+    return tuple(f"{head}:" for head in heads)
 
 
 def named(name: str) -> bool:
     """Returns True for FILE.py:NAME and package.module:NAME."""
-    return isinstance(name, str) and ":" in name and not name.startswith(_BUILT_IN)
+    match = _NAMED.fullmatch(name) if isinstance(name, str) else None
+    return match is not None and name.partition(":")[0] not in _RESERVED
 
 
 def short(name: str) -> str:

@@ -16,8 +16,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 from fedjax_pfl import hyperparameters, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment.config import typed
-from fedjax_pfl.hyperparameters import Hyperparameter
+from fedjax_pfl.hyperparameters import Hyperparameter, typed
 
 INF = math.inf
 FREE_TEXT = ("tasks",)  # whose grammar class_groups checks

@@ -124,9 +124,12 @@ def test_speeds_of_files(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fast", "must be a number, lognormal"),
-        ("lognormal:1", "two numbers"),
-        ("-3", "4 positive numbers"),
+        ("fast", "Unknown speeds 'fast'"),
+        ("lognormal:1", "must have MEDIAN:SIGMA, got 1"),
+        ("-3", r"`value` must be in \(0, inf\), got -3"),
+        ("nan", "got nan"),
+        ("uniform:200:20", "`low` must be at most high=20, got 200"),
+        ("file:/nowhere", "cannot be read"),
     ],
 )
 def test_speeds_that_are_none(spec, message):

@@ -227,7 +227,7 @@ def test_shifts_that_are_none_are_refused():
         InputError, match="Unknown shift 'rotat': did you mean 'rotate'"
     ):
         shifts.parse("rotat:1")
-    with pytest.raises(InputError, match="must be KIND:V1,V2"):
+    with pytest.raises(InputError, match="must have DEGREES"):
         shifts.parse("rotate")
 
 

@@ -20,7 +20,7 @@ from fedjax_pfl.data.sources import (  # noqa: F401  # they register themselves
 # {NAME, or KIND:ARGUMENT: description}
 DATASETS = dict(sorted(registry.DESCRIPTIONS.items(), key=lambda x: (":" in x[0], x)))
 # of names with an argument, such as npz:PATH
-PREFIXES = tuple(f"{x.partition(':')[0]}:" for x in DATASETS if ":" in x)
+PREFIXES = user_code.reserve(DATASETS)
 
 
 def load(

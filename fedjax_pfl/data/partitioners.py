@@ -72,6 +72,7 @@ PARTITIONS: dict[str, str] = {
         "val, val_sizes)"
     ),
 }
+user_code.reserve(PARTITIONS)
 
 
 def partition(

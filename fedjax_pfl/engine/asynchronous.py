@@ -8,11 +8,12 @@ aggregation (FedBuff, AISTATS 2022, arXiv 2106.06639).
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Gt, Interval
 from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import keys, traffic, trees, uploads
@@ -50,27 +51,36 @@ def constant() -> Staleness:
     return jnp.ones_like
 
 
-def polynomial(a: float = 0.5) -> Staleness:
+def polynomial(a: Annotated[float, Ge(0)] = 0.5) -> Staleness:
     """Returns (1 + staleness)^-a."""
     check("a", a, 0, math.inf)
     return lambda staleness: (1 + staleness) ** -a
 
 
-def hinge(a: float = 10.0, b: float = 4.0) -> Staleness:
+def hinge(
+    a: Annotated[float, Ge(0)] = 10.0, b: Annotated[float, Ge(0)] = 4.0
+) -> Staleness:
     """Returns 1 up to a staleness of b, then 1 / (a (staleness - b) + 1)."""
     check("a", a, 0, math.inf)
     check("b", b, 0, math.inf)
     return lambda staleness: 1 / (a * jnp.maximum(staleness - b, 0) + 1)
 
 
-def fedasync(alpha: float = 0.6, staleness: Staleness | None = None) -> Rule:
+def fedasync(
+    alpha: Annotated[float, Interval(gt=0, le=1)] = 0.6,
+    staleness: Staleness | None = None,
+) -> Rule:
     """Returns FedAsync: x <- (1 - alpha s) x + alpha s x_new for each client that
     arrives, with s by its staleness (None: polynomial of 0.5)."""
     check("alpha", alpha, 0, 1, open_low=True)
     return Rule(1, alpha, staleness or polynomial(), True)
 
 
-def fedbuff(buffer: int, rate: float = 1.0, staleness: Staleness | None = None) -> Rule:
+def fedbuff(
+    buffer: Annotated[int, Ge(1)],
+    rate: Annotated[float, Gt(0)] = 1.0,
+    staleness: Staleness | None = None,
+) -> Rule:
     """Returns FedBuff: x <- x + rate times the mean of s (x_new - x_start) over
     `buffer` clients.
 

@@ -56,7 +56,7 @@ from fedjax_pfl.experiment import config as settings, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
-from fedjax_pfl.models.adapted import adapted, parse as parse_adaptation
+from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
 from fedjax_pfl.privacy import attacks, differential_privacy, robust
 from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
@@ -599,7 +599,7 @@ def _made(
         found = pretrained.load(folder)
         factory = found.factory
         variables = variables or found.variables
-    how = parse_adaptation(adapt)
+    how = ADAPTATIONS.read(adapt)()
     return adapted(factory, how, shape, num_classes, base=variables, **options)
 
 

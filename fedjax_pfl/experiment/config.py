@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,9 +24,9 @@ from fedjax_pfl.data.shifts import SHIFTS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import text
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
-from fedjax_pfl.hyperparameters import NOUNS, Hyperparameter
+from fedjax_pfl.hyperparameters import from_text, parse, typed
 from fedjax_pfl.models import pretrained
-from fedjax_pfl.models.adapted import parse as parse_adaptation
+from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.models.layers import CONVOLUTIONS
 from fedjax_pfl.privacy import differential_privacy
 from fedjax_pfl.privacy.attacks import ATTACKS
@@ -303,7 +303,7 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values = dict(vars(base)) if base else dict(start)
     for setting, x in given.items():
         if setting not in ("config", "hparams"):
-            values[setting] = _typed(SETTINGS[setting], x)
+            values[setting] = from_text(SETTINGS[setting], x)
     values["preset"] = name
     if not values.get("algo"):
         raise InputError(f"Choose a method with --algo: {', '.join(ALGORITHMS)}.")
@@ -373,7 +373,7 @@ def complete(config: Config) -> Config:
     attack(config)
     compression(config)
     if config.adapt is not None:
-        parse_adaptation(config.adapt)
+        ADAPTATIONS.read(config.adapt)
     if config.adapt is None and config.base is not None:
         raise InputError("--base needs --adapt.")
     if config.base is not None and pretrained.is_folder(config.base):
@@ -403,33 +403,6 @@ def _check_asynchronous(config: Config) -> None:
         raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
 
 
-def typed(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns hyperparameters with the types of a factory's arguments."""
-    known = hyperparameters.of(factory)
-    for name in given:
-        text.choose(f"hyperparameter of {factory.__name__}", name, known)
-    return {name: _typed(known[name], value) for name, value in given.items()}
-
-
-def _typed(known: Hyperparameter, value: Any) -> Any:
-    if isinstance(value, str):
-        none = (
-            value.lower() == "none" and known.optional and "none" not in known.choices
-        )
-        value = None if none else parse(known.kind, known.name, value)
-    return value
-
-
-def parse(kind: Any, name: str, value: str) -> Any:
-    """Returns a text as a value of a kind; InputError if it is none."""
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[value.lower()]
-        return kind(value)
-    except (ValueError, KeyError):
-        raise InputError(f"{name}={value} must be {NOUNS.get(kind, kind)}.") from None
-
-
 def read(path: Path) -> Config:
     """Returns the settings of a config.json; names that are no settings are ignored.
 
@@ -446,12 +419,22 @@ def read(path: Path) -> Config:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
+Fraction = Annotated[float, Interval(gt=0, le=1)]
+
+
+def participants(low: Fraction, high: Fraction | None = None) -> tuple[float, float]:
+    """Returns a range of fractions, by default of one number."""
+    if high is not None and low > high:
+        raise InputError(f"`low` must be at most high={high:g}, got {low:g}.")
+    return low, low if high is None else high
+
+
 def participation(value: str) -> tuple[float, float]:
     """Returns the range of `0.1:1`, or of `0.5` twice the same number."""
-    low, _, high = str(value).partition(":")
-    return parse(float, "participation", low), parse(
-        float, "participation", high or low
-    )
+    try:
+        return participants(**hyperparameters.values(participants, str(value)))
+    except InputError as error:
+        raise InputError(f"--participation={value}: {error}") from None
 
 
 def attack(config: Config) -> tuple[float, str, float]:

@@ -23,7 +23,7 @@ from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, method
 from fedjax_pfl.models import peft, pretrained
-from fedjax_pfl.models.adapted import parse
+from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, State, Task
 
 FLAGS = {
@@ -143,7 +143,7 @@ def write_adapter(path: str | Path, client: int, output: str | None = None) -> s
         raise InputError(f"--peft needs one network, and {c.algo} combines several.")
     folder = Path(output or run.path / f"client-{client}-peft")
     model = e.task.models[int(e.task.architecture[client])]
-    peft.save(folder, base, model, tree, parse(str(c.adapt)).scale)
+    peft.save(folder, base, model, tree, ADAPTATIONS.read(str(c.adapt))().scale)
     return PEFT.format(client=client, rounds=t, folder=folder, base=base)
 
 

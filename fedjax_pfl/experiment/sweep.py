@@ -215,7 +215,7 @@ def _groups(found: Sequence[Member], at_once: str) -> list[list[Member]]:
     one = jax.default_backend() != "cpu" and jax.device_count() == 1
     most = len(found) if at_once == "all" or (one and at_once == "auto") else 1
     if at_once not in ("auto", "all"):
-        most = settings.parse(int, "runs_at_once", at_once)
+        most = hyperparameters.parse(int, "runs_at_once", at_once)
     groups: dict[Any, list[Member]] = {}
     for i, (c, directory) in enumerate(found):
         alone = most == 1 or c.patience or c.asynchronous or c.client_memory == "host"

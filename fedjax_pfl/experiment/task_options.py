@@ -1,63 +1,109 @@
-"""Loss, mixing, schedule and sampling of a task by their names on the command line.
+"""Loss, mixing, schedule, sampling and rules of a task by their names on the command
+line.
 
-A name may have a value, as focal:2. FILE.py:NAME is a function of the user's own, with
+A name may have values, as focal:2. FILE.py:NAME is a function of the user's own, with
 the arguments of the field of `Task`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Ge
 
-from fedjax_pfl import augment, losses, user_code
+from fedjax_pfl import augment, losses
 from fedjax_pfl.engine import asynchronous
 from fedjax_pfl.engine.sampling import power_of_choice
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings
+from fedjax_pfl.options import Options
 from fedjax_pfl.types import Task
 
-# {name: (value -> the field, the default value)}
-LOSSES: dict[str, tuple[Callable[..., Any], float]] = {
-    "cross_entropy": (lambda value, counts: None, 0.0),
-    "label_smoothing": (lambda value, counts: losses.label_smoothing(value), 0.1),
-    "focal": (lambda value, counts: losses.focal(value), 2.0),
-    "class_balanced": (losses.class_balanced, 0.999),
-}
-MIXES: dict[str, tuple[Callable[..., Any], float]] = {
-    "none": (lambda value: None, 0.0),
-    "mixup": (augment.mixup, 0.2),
-    "cutmix": (augment.cutmix, 1.0),
-}
-# of the learning rate over the rounds
-SCHEDULES: dict[str, Callable[[int], Any]] = {
-    "constant": lambda rounds: None,
-    "cosine": lambda rounds: optax.cosine_decay_schedule(1.0, rounds),
-    "warmup_cosine": lambda rounds: _after_warmup(rounds, -(-rounds // 10)),
-    "step": lambda rounds: optax.piecewise_constant_schedule(
-        1.0, {rounds // 2: 0.1, 3 * rounds // 4: 0.1}
-    ),
-}
-SAMPLINGS: dict[str, tuple[Callable[..., Any], float]] = {
-    "uniform": (lambda value, task: None, 0.0),
-    "size": (
-        lambda value, task: lambda key, t, history: jnp.asarray(task.sizes),
-        0.0,
-    ),
-    "power_of_choice": (lambda value, task: _by_loss(value, task), 0.0),
-}
 
-# {name: (function, types of its numbers)}
-RULES: dict[str, tuple[Callable[..., Any], Any]] = {
-    "fedasync": (asynchronous.fedasync, (float,)),
-    "fedbuff": (asynchronous.fedbuff, (int, float)),
-}
-STALENESS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "constant": (asynchronous.constant, ()),
-    "polynomial": (asynchronous.polynomial, (float,)),
-    "hinge": (asynchronous.hinge, (float, float)),
-}
+def of_labels() -> None:
+    """Returns the loss of the labels: cross entropy of classes, binary cross entropy of
+    several labels, squared error of targets."""
+
+
+def unmixed() -> None:
+    """Trains on the examples as they are."""
+
+
+def uniform() -> None:
+    """Draws clients uniformly."""
+
+
+def by_size(task: Task) -> Callable[..., Any]:
+    """Draws clients in proportion to their training examples."""
+    return lambda key, t, history: jnp.asarray(task.sizes)
+
+
+def by_loss(task: Task, candidates: Annotated[int, Ge(1)] | None = None) -> Any:
+    """Draws candidates by size, of which those of highest loss train, by default twice
+    a round's clients."""
+    most, n = max(task.cohort_sizes), task.num_clients
+    found = min(2 * most, n) if candidates is None else candidates
+    if not most <= found <= n:
+        raise InputError(f"`candidates` must be in [{most}, {n}], got {found}.")
+    return power_of_choice(task.sizes, found)
+
+
+def constant() -> None:
+    """Keeps the learning rate."""
+
+
+def cosine(rounds: int) -> Callable[[Any], Any]:
+    """Lowers the learning rate by half a cosine to 0."""
+    return optax.cosine_decay_schedule(1.0, rounds)
+
+
+def warmup_cosine(rounds: int) -> Callable[[Any], Any]:
+    """Raises the learning rate linearly for a tenth of the rounds, then as cosine."""
+    warmup = -(-rounds // 10)
+    decay = optax.cosine_decay_schedule(1.0, max(rounds - warmup, 1))
+    return lambda t: jnp.where(t < warmup, (t + 1) / warmup, decay(t - warmup))
+
+
+def step(rounds: int) -> Callable[[Any], Any]:
+    """Divides the learning rate by 10 after a half and three quarters of the rounds."""
+    cuts = {rounds // 2: 0.1, 3 * rounds // 4: 0.1}
+    return optax.piecewise_constant_schedule(1.0, cuts)
+
+
+LOSSES = Options(
+    "loss",
+    {
+        "cross_entropy": of_labels,
+        "label_smoothing": losses.label_smoothing,
+        "focal": losses.focal,
+        "class_balanced": functools.partial(losses.class_balanced, beta=0.999),
+    },
+    given=("class_counts",),
+)
+MIXES = Options(
+    "mix", {"none": unmixed, "mixup": augment.mixup, "cutmix": augment.cutmix}
+)
+SCHEDULES = Options(
+    "schedule",
+    {x.__name__: x for x in (constant, cosine, warmup_cosine, step)},
+    given=("rounds",),
+)
+SAMPLINGS = Options(
+    "sampling",
+    {"uniform": uniform, "size": by_size, "power_of_choice": by_loss},
+    given=("task",),
+)
+RULES = Options(
+    "asynchronous",
+    {x.__name__: x for x in (asynchronous.fedasync, asynchronous.fedbuff)},
+    given=("staleness",),
+    own=lambda function, staleness: function(staleness),
+)
+_WEIGHTS = (asynchronous.constant, asynchronous.polynomial, asynchronous.hinge)
+STALENESS = Options("staleness", {x.__name__: x for x in _WEIGHTS})
 
 
 def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
@@ -66,11 +112,10 @@ def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
     Args:
       class_counts: [N, C].
     """
-    rounds = max(config.rounds, 1)
     return {
-        "loss": _valued("loss", config.loss, LOSSES, class_counts),
-        "mix": _valued("mix", config.mix, MIXES),
-        "schedule": _named("schedule", config.schedule, SCHEDULES, rounds),
+        "loss": LOSSES.read(config.loss)(class_counts=class_counts),
+        "mix": MIXES.read(config.mix)(),
+        "schedule": SCHEDULES.read(config.schedule)(rounds=max(config.rounds, 1)),
         "metrics": tuple(x for x in config.metrics.split(",") if x != "acc"),
     }
 
@@ -79,54 +124,10 @@ def rule(config: settings.Config) -> asynchronous.Rule | None:
     """Returns the rule of --asynchronous."""
     if config.asynchronous is None:
         return None
-    weigh = _made("staleness", config.staleness, STALENESS)
-    return _made("asynchronous", config.asynchronous, RULES)._replace(staleness=weigh)
-
-
-def _made(kind: str, spec: str, known: Mapping[str, tuple[Any, Any]]) -> Any:
-    """Returns the result of NAME:NUMBER:NUMBER by its function and the types of its
-    numbers."""
-    name, *words = spec.split(":")
-    make, types = known[choose(kind, name, known)]
-    if len(words) > len(types) or (name == "fedbuff" and not words):
-        raise InputError(f"--{kind}={spec} has the wrong number of values.")
-    return make(*map(settings.parse, types, [kind] * len(words), words))
+    staleness = STALENESS.read(config.staleness)()
+    return RULES.read(config.asynchronous)(staleness=staleness)
 
 
 def sampling(config: settings.Config, task: Task) -> Any:
     """Returns `Task.sampling` for the clients of a task."""
-    return _valued("sampling", config.sampling, SAMPLINGS, task)
-
-
-def _by_loss(value: float, task: Task) -> Any:
-    """Returns the power of choice among `value` candidates, by default twice a round's
-    clients."""
-    most, n = max(task.cohort_sizes), task.num_clients
-    candidates = int(value) or min(2 * most, n)
-    if candidates != (value or candidates) or not most <= candidates <= n:
-        raise InputError(
-            f"`power_of_choice` needs a whole number of candidates in [{most}, {n}], "
-            f"got {value:g}."
-        )
-    return power_of_choice(task.sizes, candidates)
-
-
-def _named(kind: str, name: str, known: Mapping[str, Any], *given: Any) -> Any:
-    if user_code.named(name):
-        return user_code.load(kind, name)
-    return known[choose(kind, name, known)](*given)
-
-
-def _valued(kind: str, spec: str, known: Mapping[str, Any], *given: Any) -> Any:
-    if user_code.named(spec):
-        return user_code.load(kind, spec)
-    name, _, value = spec.partition(":")
-    make, default = known[choose(kind, name, known)]
-    number = settings.parse(float, kind, value) if value else default
-    return make(number, *given)
-
-
-def _after_warmup(rounds: int, warmup: int) -> Callable[[Any], Any]:
-    """Returns a linear growth to 1 in the first rounds, then half a cosine to 0."""
-    decay = optax.cosine_decay_schedule(1.0, max(rounds - warmup, 1))
-    return lambda t: jnp.where(t < warmup, (t + 1) / warmup, decay(t - warmup))
+    return SAMPLINGS.read(config.sampling)(task=task)

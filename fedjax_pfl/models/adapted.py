@@ -3,11 +3,12 @@ or the head alone."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from annotated_types import Ge
 from flax import nnx, traverse_util
 
 from fedjax_pfl import trees
@@ -16,6 +17,7 @@ from fedjax_pfl.kernels.convolution import gradient_by_rows
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nnx_model import composed, model
 from fedjax_pfl.models.registry import Factory
+from fedjax_pfl.options import Options
 from fedjax_pfl.types import Array, Frozen, Model, PyTree
 
 Path = tuple[str, ...]  # of a variable of the body
@@ -38,10 +40,10 @@ class Adaptation(NamedTuple):
 
 
 def lora(
-    rank: int = 8,
+    rank: Annotated[int, Ge(1)] = 8,
     alpha: float | None = None,
-    where: str = "attention",
-    train: str = "ab",
+    where: Literal["attention", "dense", "all"] = "attention",
+    train: Literal["ab", "b"] = "ab",
 ) -> Adaptation:
     """Low-rank adaptation (Hu et al., ICLR 2022): x W + alpha/rank (x A) B.
 
@@ -97,7 +99,7 @@ def head() -> Adaptation:
     return Adaptation("head", _nothing, lambda *_: False)
 
 
-def prompt(tokens: int) -> Adaptation:
+def prompt(tokens: Annotated[int, Ge(1)]) -> Adaptation:
     """Learned tokens before the others at the input of the first block (Jia et al.,
     Visual prompt tuning, ECCV 2022; Lester et al., EMNLP 2021).
 
@@ -127,29 +129,19 @@ def prompt(tokens: int) -> Adaptation:
     return Adaptation(f"prompt:{tokens}", insert, lambda path, _: path[-1] == PROMPT)
 
 
-def parse(spec: str) -> Adaptation:
-    """Returns the adaptation of a text: lora:RANK or ffa_lora:RANK, also with :WHERE,
-    head, bias, norms, or prompt:TOKENS.
-
-    Raises:
-      InputError: the text is none of these.
-    """
-    kind, _, rest = spec.partition(":")
-    number, _, where = rest.partition(":")
-    if kind in SIMPLE and not rest:
-        return SIMPLE[kind]()
-    if number.isdecimal() and kind == "prompt" and not where:
-        return prompt(int(number))
-    if number.isdecimal() and kind in ("lora", "ffa_lora"):
-        train = "ab" if kind == "lora" else "b"
-        return lora(int(number), where=where or "attention", train=train)
-    raise InputError(
-        "`adapt` must be lora:RANK, lora:RANK:WHERE, ffa_lora:RANK, prompt:TOKENS, "
-        f"{', '.join(SIMPLE)}, got {spec!r}."
-    )
-
-
-SIMPLE = {"head": head, "bias": bias, "norms": norms}
+ADAPTATIONS = Options(
+    "adapt",
+    {
+        "lora": lora,
+        "ffa_lora": functools.partial(lora, train="b"),
+        "head": head,
+        "bias": bias,
+        "norms": norms,
+        "prompt": prompt,
+    },
+    given=("alpha", "train"),
+    own=lambda function: function(),
+)
 
 
 def adapted(

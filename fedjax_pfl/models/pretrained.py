@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx, traverse_util
 
+from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import nnx_model
 from fedjax_pfl.models.checkpoints import Files, digest, read_config, read_json, words
@@ -20,6 +21,7 @@ from fedjax_pfl.types import Array, Model, PyTree
 __all__ = ["Pretrained", "digest", "load", "model", "words"]
 
 PREFIX = "pretrained:"  # of --model=pretrained:FOLDER
+user_code.reserve((PREFIX, "blocks:", "file:"))
 _LEAVES = {
     "kernel": "weight",
     "scale": "weight",

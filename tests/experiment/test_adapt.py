@@ -69,7 +69,8 @@ def test_settings_that_need_each_other():
     for given, words in (
         ({"base": "x"}, "--base needs --adapt"),
         ({"adapt": "bias", "feature_cache": "float32"}, "needs --adapt=head"),
-        ({"adapt": "lora"}, "`adapt` must be"),
+        ({"adapt": "lora:0"}, "`rank` must be in"),
+        ({"adapt": "prompt"}, "must have TOKENS"),
         ({"adapt": "lora:2:where"}, "where"),
     ):
         with pytest.raises(InputError, match=words):

@@ -53,7 +53,7 @@ def test_names_with_values():
 def test_schedules(name, wanted):
     """At the start, and after a quarter and a half of the rounds."""
     rounds = {"cosine": 8, "step": 4, "warmup_cosine": 20}[name]
-    made = task_options.SCHEDULES[name](rounds)
+    made = task_options.SCHEDULES.read(name)(rounds=rounds)
     found = [float(made(jnp.asarray(t))) for t in (0, rounds // 4, rounds // 2)]
     here = np.isfinite(wanted)
     np.testing.assert_allclose(np.array(found)[here], np.array(wanted)[here], rtol=1e-5)
@@ -78,10 +78,11 @@ def test_sizes_are_those_of_the_clients_that_train():
     ("given", "message"),
     [
         ({"loss": "hinge"}, "Unknown loss 'hinge'"),
-        ({"mix": "mixup:x"}, "mix=x must be a number"),
+        ({"mix": "mixup:x"}, "--mix=mixup:x: `alpha` must be a number, got 'x'"),
         ({"schedule": "linear"}, "Unknown schedule 'linear'"),
         ({"sampling": "loss"}, "Unknown sampling 'loss'"),
-        ({"sampling": "power_of_choice:2.5"}, r"candidates in \[5, 5\], got 2.5"),
+        ({"sampling": "power_of_choice:2.5"}, "`candidates` must be an integer"),
+        ({"sampling": "power_of_choice:9"}, r"`candidates` must be in \[5, 5\], got 9"),
         ({"metrics": "acc,roc"}, "Unknown metric 'roc'"),
         ({"algo": "pfedc", "loss": "focal"}, "pfedc takes no `loss` of this kind"),
         ({"algo": "scaffold", "momentum": 0.9}, "scaffold takes no `optimizer`"),
