@@ -271,7 +271,7 @@ def test_hugging_face_data_sets():
     owned.features["user"] = type("Value", (), {"dtype": "string"})()
     users = loading.load(owned).columns
     assert list(users) == ["user"] and users["user"].tolist() == list("aabbab")
-    with pytest.raises(InputError, match="must have a split train, got validation"):
+    with pytest.raises(InputError, match=r"must have a split train, .* got validation"):
         loading.load({"validation": train})
     pictures[0] = pictures[0].resize((5, 4))
     with pytest.raises(InputError, match="img must have one shape"):

@@ -68,3 +68,13 @@ def test_a_column_that_is_not_there_is_named():
         partitioners.partition(
             grouped([4, 4]), "natural:user", num_clients=2, seed=0, min_size=8
         )
+
+
+@pytest.mark.parametrize("missing", [np.nan, None, ""])
+def test_every_example_has_a_value(missing):
+    data = grouped([10, 9])
+    user = np.array([missing, *"abababababababababab"[:18]], object)
+    with pytest.raises(InputError, match="user has no value of some examples"):
+        partitioners.partition(
+            data._replace(columns={"user": user}), "natural:user", num_clients=2, seed=0
+        )

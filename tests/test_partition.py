@@ -761,3 +761,31 @@ RECORDED = {
     "round_robin": "48d5ac9e971f",
     "shards": "d6a8362e1df8",
 }
+
+
+@pytest.mark.parametrize("spec", ["iid", "dirichlet_class", "natural:site"])
+def test_official_validation_examples_are_the_clients_validation_part(spec):
+    def part(count):
+        return np.zeros((count, 2), np.float32), np.arange(count) % 4
+
+    (x, y), (x_val, y_val), (x_test, y_test) = part(120), part(40), part(60)
+    data = datasets.from_arrays(
+        *(x, y, x_test, y_test),
+        x_val=x_val,
+        y_val=y_val,
+        columns={"site": np.arange(220) % 5},
+    )
+    whole = partitioners.partition(data, spec, num_clients=5, seed=0)
+    assert whole.val_sizes.sum() == 0  # pooled
+    p = partitioners.partition(data, spec, num_clients=5, seed=0, test_split="official")
+    parts = [flat(getattr(p, x), getattr(p, f"{x}_sizes")) for x in p._fields[:6:2]]
+    train, test, val = map(np.sort, parts)
+    assert np.array_equal(train, np.arange(120))
+    assert np.array_equal(val, np.arange(120, 160))
+    assert np.array_equal(test, np.arange(160, 220))
+    some = data.take(np.append(np.arange(100, 150), np.arange(200, 220)), 50)
+    assert some.validation.sum() == 30 and not some.validation[:20].any()
+    with pytest.raises(InputError, match=r"`val_fraction` must be 0, .* own validation"):
+        partitioners.partition(
+            data, spec, num_clients=5, seed=0, test_split="official", val_fraction=0.1
+        )

@@ -11,6 +11,12 @@ import numpy as np
 from fedjax_pfl.errors import InputError, check
 
 SCALED = 20  # largest absolute float of inputs that are scaled
+MOST_CLASSES = 2**20  # of labels that are counted
+SPLITS = {  # {name of a split in lower case: its part}
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 
 
 class Dataset(NamedTuple):
@@ -31,6 +37,8 @@ class Dataset(NamedTuple):
     words: tuple[str, ...] | None = None
     # {name: [n]}: a value per example, such as its speaker
     columns: Mapping[str, np.ndarray] = MappingProxyType({})
+    # [num_train] bool: official validation examples, of the training examples
+    validation: np.ndarray | None = None
 
     @property
     def positions(self) -> int | None:
@@ -50,8 +58,13 @@ class Dataset(NamedTuple):
     def take(self, rows: np.ndarray, num_train: int) -> "Dataset":
         """Returns the data set of some rows, the first `num_train` for training."""
         columns = {name: column[rows] for name, column in self.columns.items()}
+        held = None if self.validation is None else self.validation[rows[:num_train]]
         return self._replace(
-            x=self.x[rows], y=self.y[rows], num_train=num_train, columns=columns
+            x=self.x[rows],
+            y=self.y[rows],
+            num_train=num_train,
+            columns=columns,
+            validation=held,
         )
 
 
@@ -61,6 +74,8 @@ def from_arrays(
     x_test: Any = None,
     y_test: Any = None,
     *,
+    x_val: Any = None,
+    y_val: Any = None,
     name: str = "arrays",
     num_classes: int | None = None,
     columns: Mapping[str, Any] = MappingProxyType({}),
@@ -75,36 +90,47 @@ def from_arrays(
         for none; [n, C] booleans, several classes; [n, C] real numbers, regression.
       x_test: official test examples, as x; None: there are none.
       y_test: their labels.
+      x_val: official validation examples, as x; None: there are none.
+      y_val: their labels.
       name: used in messages and directories.
       num_classes: C; default: the largest label + 1, or the columns of y.
-      columns: {name: a value of each example, training examples first}.
+      columns: {name: a value of each example: training, validation, test examples}.
 
     Raises:
       InputError: shapes or types do not fit, a value is not finite, or a label is not a
         class number.
     """
-    if (x_test is None) != (y_test is None):
-        raise InputError(f"{name} has only one of x_test and y_test.")
-    xs, ys = [stored_inputs(f"{name}: x", np.asarray(x))], [np.asarray(y)]
-    _check_labels(f"{name}: y", ys[0], xs[0])
-    if x_test is not None:
-        xs.append(stored_inputs(f"{name}: x_test", np.asarray(x_test)))
-        ys.append(np.asarray(y_test))
-        _check_labels(f"{name}: y_test", ys[1], xs[1])
-    if len({(a.shape[1:], a.dtype) for a in xs}) > 1:
-        kinds = " and ".join(f"{a.dtype}{list(a.shape[1:])}" for a in xs)
-        raise InputError(f"{name}: x and x_test must be alike, got {kinds} per row.")
+    xs, ys, sizes = list[np.ndarray](), list[np.ndarray](), dict[str, int]()
+    for end, one, other in (
+        ("", x, y),
+        ("_val", x_val, y_val),
+        ("_test", x_test, y_test),
+    ):
+        if (one is None) != (other is None):
+            raise InputError(f"{name} has only one of x{end} and y{end}.")
+        if one is not None:
+            xs.append(stored_inputs(f"{name}: x{end}", np.asarray(one)))
+            ys.append(np.asarray(other))
+            _check_labels(f"{name}: y{end}", ys[-1], xs[-1])
+            sizes[end] = len(xs[-1])
+            if xs[-1].shape[1:] != xs[0].shape[1:] or xs[-1].dtype != xs[0].dtype:
+                kinds = " and ".join(f"{a.dtype}{list(a.shape[1:])}" for a in xs)
+                raise InputError(
+                    f"{name}: x and x{end} must be alike, got {kinds} per row."
+                )
     inputs, labels = np.concatenate(xs), np.concatenate(ys)
     images = inputs.dtype == np.uint8 and inputs.ndim == 3
+    held = sizes.get("_val", 0)
     return checked(
         Dataset(
             name,
             inputs[..., None] if images else inputs,
             stored(labels),
-            len(ys[0]),
-            num_classes or _classes(labels),
+            sizes[""] + held,
+            num_classes or _classes(name, labels),
             usual_preparation(inputs.dtype),
             columns={key: np.asarray(values) for key, values in columns.items()},
+            validation=np.repeat([False, True], [sizes[""], held]) if held else None,
         )
     )
 
@@ -204,7 +230,13 @@ def stored_inputs(name: str, x: np.ndarray) -> np.ndarray:
         return x
     if x.dtype.kind not in "iu":
         return x.astype(np.float32)
-    if max(-int(x.min()) - 1, int(x.max())) >= 2**31:
+    if x.min() < 0:
+        row = np.argwhere(x < 0)[0, 0]
+        raise InputError(
+            f"{name} must hold tokens counted from 0, got {x[row].min()} in row {row}; "
+            "other numbers must be floats."
+        )
+    if x.max() >= 2**31:
         raise InputError(f"{name} must hold integers that fit int32.")
     return x.astype(np.int32)
 
@@ -237,8 +269,15 @@ def label_type(y: Any) -> np.dtype:
     return np.dtype(kinds.get(np.asarray(y).dtype.kind, np.int32))
 
 
-def _classes(y: np.ndarray) -> int:
-    return int(y.max()) + 1 if y.dtype.kind in "iu" else y.shape[1]
+def _classes(name: str, y: np.ndarray) -> int:
+    if y.dtype.kind not in "iu":
+        return y.shape[1]
+    if (most := int(y.max())) >= MOST_CLASSES:
+        row = np.argwhere(y == most)[0, 0]
+        raise InputError(
+            f"{name}: labels must be below {MOST_CLASSES:,}, got {most} in row {row}."
+        )
+    return most + 1
 
 
 def _check_labels(name: str, y: np.ndarray, x: np.ndarray) -> None:

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset
-from fedjax_pfl.data.sources.arrays import read_npz
+from fedjax_pfl.data.sources.arrays import read, required
 from fedjax_pfl.errors import InputError
 
 _PARTS = ("train", "test", "val")
+_FILE = (
+    *("train", "train_sizes", "test", "test_sizes"),
+    *("val", "val_sizes", "labels"),  # optional
+)
 
 
 class Partition(NamedTuple):
@@ -93,12 +97,9 @@ def load_file(path: str | Path, dataset: Dataset) -> Partition:
     Raises:
       InputError: as `checked`, or the partition is of another data set.
     """
-    arrays = read_npz(
-        path,
-        ("train", "train_sizes", "test", "test_sizes"),
-        ("val", "val_sizes", "labels"),
-    )
-    known = _labels(dataset)
+    found, known = read(path), _labels(dataset)
+    required(path, found, _FILE[:4])
+    arrays = {name: found[name] for name in _FILE if name in found}
     if not np.array_equal(arrays.pop("labels", known), known):
         raise InputError(
             f"{path} is a partition of other examples than these {len(dataset.y):,} of "

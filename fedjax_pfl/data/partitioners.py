@@ -26,6 +26,7 @@ from fedjax_pfl.data.partition import (
 from fedjax_pfl.errors import InputError, check, choose
 
 Rng = np.random.Generator
+Owned = tuple[np.ndarray, np.ndarray]  # flat rows, client after client, and sizes [N]
 
 PARTITIONS: dict[str, str] = {
     "iid": "random parts of equal size",
@@ -128,8 +129,17 @@ def partition(
         return _given(spec, dataset, num_clients, seed)
     natural = str(spec).startswith("natural:")
     choose("partition", "natural:COLUMN" if natural else spec, PARTITIONS)
-    official = dataset.num_train if test_split == "official" else None
-    n = len(dataset.y) if official is None else official
+    parts, held_out = [np.arange(len(dataset.y))], dataset.validation
+    if test_split == "official":
+        parts = np.split(parts[0], [dataset.num_train])
+        if held_out is not None:
+            parts[:1] = [parts[0][~held_out], parts[0][held_out]]
+    if len(parts) == 3 and val_fraction:
+        raise InputError(
+            f"`val_fraction` must be 0, since {dataset.name} has its own validation "
+            f"examples, got {val_fraction}."
+        )
+    n = len(parts[0])
     if num_clients is not None or not natural:
         check("clients", num_clients, 1, n, whole=True)
     # one example for each part that is cut from these
@@ -143,15 +153,17 @@ def partition(
     rng = np.random.default_rng(seed)
     if natural:
         column = spec.removeprefix("natural:")
-        found = _by_column(rng, dataset, column, num_clients, minimum, official)
+        found, moved = _by_column(rng, dataset, column, num_clients, minimum, parts), 0
     else:
         options = (num_clients, alpha, classes_per_client, least)
-        found = _by_class(rng, dataset, spec, options, minimum, official)
-    train, sizes, held, held_sizes, moved = found
-    if official is None:
+        found, moved = _by_class(rng, dataset, spec, options, minimum, parts)
+    (train, sizes), (held, held_sizes) = found[0], found[-1]
+    if test_split == "pool":
         rest = np.clip(_floor(sizes * (1 - test_fraction)), need - 1, sizes - 1)
         train, held = _cut(train, sizes, sizes - rest)
         sizes, held_sizes = rest, sizes - rest
+    if len(parts) == 3:
+        return build(train, sizes, held, held_sizes, *found[1], moved)
     val_sizes = np.maximum(_floor(sizes * val_fraction), int(val_fraction > 0))
     train, val = _cut(train, sizes, val_sizes)
     return build(train, sizes - val_sizes, held, held_sizes, val, val_sizes, moved)
@@ -163,27 +175,29 @@ def _by_class(
     spec: str,
     options: tuple[Any, ...],
     minimum: int,
-    official: int | None,
-) -> tuple[Any, ...]:
-    """Divides all rows by a rule, or the official training rows and in proportion the
-    test rows: flat rows and sizes of train and test, and examples moved."""
+    parts: list[np.ndarray],
+) -> tuple[list[Owned], int]:
+    """Divides the rows of the first part by a rule, and those of the others in
+    proportion: flat rows and sizes of each part, and examples moved."""
     classes = dataset.num_classes if dataset.y.ndim == 1 else 1
     y, num_clients = strata(dataset), options[0]
-    n = len(y) if official is None else official
-    totals = np.bincount(y[:n], minlength=classes)
-    _check_enough(num_clients, minimum, n)
+    first, *others = parts
+    totals = np.bincount(y[first], minlength=classes)
+    _check_enough(num_clients, minimum, len(first))
     counts = _assign(rng, spec, totals, *options)
     _check_enough(num_clients, minimum, int(counts.sum()))
     if left_out := int((counts.sum(axis=0) < totals).sum()):
         logging.warning("%s: %d classes are left out.", spec, left_out)
     counts, moved = fill_up(rng, counts, minimum)
-    train, sizes = _rows(rng, y[:n], counts)
-    if official is None:
-        return train, sizes, train[:0], sizes, moved
-    tests = np.bincount(y[n:], minlength=classes)
-    test_counts, more = _official_counts(counts, totals, tests)
-    held, held_sizes = _rows(rng, y[n:], test_counts)
-    return train, sizes, held + n, held_sizes, moved + more
+    rows, sizes = _rows(rng, y[first], counts)
+    found = [(first[rows], sizes)]
+    for part in others:
+        tests = np.bincount(y[part], minlength=classes)
+        test_counts, more = _official_counts(counts, totals, tests)
+        rows, sizes = _rows(rng, y[part], test_counts)
+        found.append((part[rows], sizes))
+        moved += more
+    return found, moved
 
 
 def _by_column(
@@ -192,15 +206,19 @@ def _by_column(
     column: str,
     num_clients: int | None,
     minimum: int,
-    official: int | None,
-) -> tuple[Any, ...]:
+    parts: list[np.ndarray],
+) -> list[Owned]:
     """Divides all rows by the values of a column, as `_by_class`."""
+    # imported here: pandas takes half a second
+    import pandas as pd
+
     choose(f"column of {dataset.name}", column, dataset.columns)
-    values, group = np.unique(dataset.columns[column], return_inverse=True)
-    n = len(group) if official is None else official
-    sizes = np.bincount(group[:n], minlength=len(values))
-    tests = np.bincount(group[n:], minlength=len(values))
-    eligible = np.flatnonzero((sizes >= minimum) & ((tests > 0) | (official is None)))
+    group, values = pd.factorize(np.asarray(dataset.columns[column]), sort=True)
+    if group.min() < 0 or str(values[0]) == "":
+        raise InputError(f"{dataset.name}: {column} has no value of some examples.")
+    sizes = np.bincount(group[parts[0]], minlength=len(values))
+    tests = np.bincount(group[parts[-1]], minlength=len(values))
+    eligible = np.flatnonzero((sizes >= minimum) & (tests > 0))
     if not len(eligible):
         raise InputError(
             f"partition=natural:{column} needs a value of at least {minimum} examples, "
@@ -210,27 +228,27 @@ def _by_column(
     if count < len(eligible):
         eligible = np.sort(rng.permutation(eligible)[:count])
     owner = np.full(len(group), -1)
-    for part in (np.arange(n), np.arange(n, len(group))):
+    for part in parts:
         for i, value in enumerate(eligible):
             rows = part[group[part] == value]
             clients = np.arange(i, count, len(eligible))
             owner[rng.permutation(rows)] = clients[_blocks(len(rows), len(clients))]
-    train, sizes = _owned(rng, owner[:n], count)
-    held, held_sizes = _owned(rng, owner[n:], count)
-    if sizes.min() < minimum or (official is not None and not held_sizes.all()):
+    found = [_owned(rng, owner, part, count) for part in parts]
+    sizes = found[0][1]
+    if sizes.min() < minimum or not found[-1][1].all():
         raise InputError(
             f"`clients` must be at most {len(eligible)} or the values larger: client "
             f"{sizes.argmin()} has {sizes.min()} examples, and {minimum} are needed."
         )
-    return train, sizes, held + n, held_sizes, 0
+    return found
 
 
-def _owned(rng: Rng, owner: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of every client, client after client and shuffled within, and sizes [N]."""
-    order = rng.permutation(len(owner))
+def _owned(rng: Rng, owner: np.ndarray, part: np.ndarray, count: int) -> Owned:
+    """Divides the rows of a part by their owners, shuffled within each client."""
+    order = rng.permutation(part)
     order = order[np.argsort(owner[order], kind="stable")]
-    mine = owner[owner >= 0]
-    return order[len(owner) - len(mine) :], np.bincount(mine, minlength=count)
+    mine = owner[part][owner[part] >= 0]
+    return order[len(part) - len(mine) :], np.bincount(mine, minlength=count)
 
 
 def _given(

@@ -7,74 +7,72 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.data.datasets import Dataset, from_arrays
+from fedjax_pfl.data.datasets import SPLITS, Dataset, from_arrays
 from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, in_one_line
 
-ARRAYS = ("x", "y", "x_test", "y_test")
+ARRAYS = ("x", "y", "x_val", "y_val", "x_test", "y_test")
 
 
 @register(
     "npz:PATH",
-    "your own arrays x and y, optionally x_test and y_test: an .npz, or a folder "
-    "of .npy or .npz files; other arrays [n] are columns, such as the user",
+    "your own arrays x and y, optionally x_val, y_val, x_test and y_test: an .npz, or "
+    "a folder of .npy or .npz files; other arrays [n] are columns, such as the user",
 )
 def load(path: str) -> Dataset:
-    """Reads the arrays of an .npz file or of a folder."""
-    return from_arrays(**_read(path), name=f"npz:{path}")
-
-
-def _read(path: str) -> dict[str, Any]:
-    """Reads the arrays of an .npz, or of a folder: x.npy and y.npy, or train.npz and
-    test.npz."""
-    folder = Path(os.path.expanduser(path))
-    if not os.path.isdir(folder):
-        found = read_npz(path, ARRAYS[:2], None)
-        columns = {}
-        for name in sorted(
-            {name.removesuffix("_test") for name in found} - set(ARRAYS)
-        ):
-            parts = [found[end] for end in (name, f"{name}_test") if end in found]
-            columns[name] = np.concatenate(parts)
-        return named(path, found) | {"columns": columns}
-    found = {file.stem: np.load(file) for file in folder.glob("*.npy")}
-    for file in folder.glob("*.npz"):
-        end = "_test" if file.stem == "test" else ""
-        arrays = read_npz(file, ARRAYS[:2], ARRAYS[2:])
-        found |= {f"{name}{end}": array for name, array in arrays.items()}
-    return named(path, found)
-
-
-def read_npz(
-    path: str | Path,
-    required: tuple[str, ...],
-    optional: tuple[str, ...] | None = (),
-) -> dict[str, np.ndarray]:
-    """Reads the named arrays of an .npz file, all of them for optional=None.
+    """Reads the arrays of an .npz, or of a folder: x.npy and y.npy, or train.npz,
+    val.npz and test.npz.
 
     Raises:
-      InputError: the file cannot be read, or a required array is missing.
+      InputError: a file cannot be read, or as of `from_arrays`.
+    """
+    folder = Path(path).expanduser()
+    if not os.path.isdir(folder):  # also for a name that is too long
+        return from_arrays(**named(path, read(path)), name=f"npz:{path}")
+    files = sorted(folder.glob("*.npz"))
+    found = {file.stem: read(file)["x"] for file in sorted(folder.glob("*.npy"))}
+    for file in files:
+        part = SPLITS.get(file.stem.lower(), "train" if len(files) == 1 else "")
+        if not part:
+            raise InputError(f"{file} must be named train, val or test.")
+        end = "" if part == "train" else f"_{part}"
+        found |= {f"{name}{end}": array for name, array in read(file).items()}
+    return from_arrays(**named(path, found), name=f"npz:{path}")
+
+
+def read(path: str | Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of an .npz file, or that of an .npy file as `x`.
+
+    Raises:
+      InputError: the file cannot be read, or holds objects.
     """
     try:
         # opened here because numpy leaves a damaged file open
-        with open(os.path.expanduser(path), "rb") as stream, np.load(stream) as file:
-            found = dict(file)
+        with open(Path(path).expanduser(), "rb") as stream:
+            found = np.load(stream, allow_pickle=False)
+            return {"x": found} if isinstance(found, np.ndarray) else dict(found)
     except Exception as error:  # of the zip file or of numpy
         raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error
-    known = named(path, found, required, optional or ())
-    return found if optional is None else known
 
 
-def named(
-    source: Any,
-    found: Mapping[str, Any],
-    required: tuple[str, ...] = ARRAYS[:2],
-    optional: tuple[str, ...] = ARRAYS[2:],
-) -> dict[str, Any]:
-    for name in required:
-        if name not in found:
-            raise InputError(
-                f"{source} must have the arrays {', '.join(required)}, got "
-                f"{', '.join(found) or 'none'}."
-            )
-    return {name: found[name] for name in (*required, *optional) if name in found}
+def named(source: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `from_arrays`; all other arrays are columns."""
+    required(source, found, ARRAYS[:2])
+    names = {x.removesuffix("_val").removesuffix("_test") for x in found}
+    columns = {}
+    for name in sorted(names - set(ARRAYS)):
+        ends = [end for end in ("", "_val", "_test") if f"{name}{end}" in found]
+        parts = [np.asarray(found[f"{name}{end}"]) for end in ends]
+        flat = all(part.ndim == 1 for part in parts)  # others are refused later
+        columns[name] = np.concatenate(parts) if flat else parts[0]
+    arrays = {name: found[name] for name in ARRAYS if name in found}
+    return arrays | {"columns": columns}
+
+
+def required(source: Any, found: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raises InputError unless all arrays of these names are there."""
+    if not set(names) <= set(found):
+        raise InputError(
+            f"{source} must have the arrays {', '.join(names)}, got "
+            f"{', '.join(found) or 'none'}."
+        )

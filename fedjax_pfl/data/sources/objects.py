@@ -7,6 +7,7 @@ import numpy as np
 
 from fedjax_pfl import user_code
 from fedjax_pfl.data.datasets import (
+    SPLITS,
     Dataset,
     checked,
     from_arrays,
@@ -21,6 +22,8 @@ from fedjax_pfl.errors import InputError
 _INPUTS = ("image", "img", "pixel_values", "x")
 
 _LABELS = ("label", "labels", "fine_label", "y")
+# ends of the names of arrays by split, in the order of their examples
+_ENDS = {"train": "", "val": "_val", "test": "_test"}
 
 
 def called(source: Any, seed: int, columns: tuple[str, str] | None) -> Dataset:
@@ -56,9 +59,13 @@ def converted(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
 
 def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Dataset:
     """A data set of the library `datasets`, which is not imported."""
-    splits = made if isinstance(made, Mapping) else {"train": made}
-    if "train" not in splits:
-        raise InputError(f"{name} must have a split train, got {', '.join(splits)}.")
+    given = made if isinstance(made, Mapping) else {"train": made}
+    splits = {SPLITS.get(split.lower(), split): part for split, part in given.items()}
+    if "train" not in splits or len(splits) < len(given) or {*splits} - {*_ENDS}:
+        raise InputError(
+            f"{name} must have a split train, and may have val and test, got "
+            f"{', '.join(given)}."
+        )
     found = list(splits["train"].column_names)
     x, y = columns or (
         next((name for name in known if name in found), "")
@@ -70,7 +77,7 @@ def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Data
             f"{columns}. It has {', '.join(found)}."
         )
     arrays: dict[str, Any] = {}
-    for split, end in (("train", ""), ("test", "_test")):
+    for split, end in _ENDS.items():
         if split in splits:
             rows = [np.asarray(each) for each in splits[split][x]]
             if len({row.shape for row in rows}) > 1:
@@ -78,7 +85,7 @@ def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Data
             arrays[f"x{end}"] = np.asarray(rows)
             arrays[f"y{end}"] = np.asarray(list(splits[split][y]))
     features = splits["train"].features
-    parts = [splits[split] for split in ("train", "test") if split in splits]
+    parts = [splits[split] for split in _ENDS if split in splits]
     # Images and lists have other types: they are no values of clients.
     values = {
         other: np.concatenate([np.asarray(list(part[other])) for part in parts])

@@ -1,0 +1,5 @@
+"""Folders of images."""
+
+from . import Case
+
+CASES: list[Case] = []

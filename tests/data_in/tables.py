@@ -1,0 +1,5 @@
+"""Tables of numbers."""
+
+from . import Case
+
+CASES: list[Case] = []

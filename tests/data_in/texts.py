@@ -1,0 +1,5 @@
+"""Texts."""
+
+from . import Case
+
+CASES: list[Case] = []
