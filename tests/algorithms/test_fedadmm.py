@@ -2,16 +2,20 @@
 
 import by_hand
 import oracle
+import pytest
 
 
-def test_two_rounds_by_hand():
+@pytest.mark.parametrize("start", ["server", "client"])
+def test_two_rounds_by_hand(start):
     rho, eta = 0.4, 0.8
-    states, _ = by_hand.run("fedadmm", rho=rho, server_lr=eta)
+    states, _ = by_hand.run("fedadmm", rho=rho, server_lr=eta, start=start)
     theta = oracle.variables(states[0].server["w"])
     w, dual = [theta] * 5, [[0 * x for x in theta] for _ in range(5)]
     for t in range(2):
         changes = []
         for i in by_hand.LEARN[t]:
+            if start == "server":
+                w[i] = theta
             before = augmented(w[i], dual[i], rho)
 
             def slope(v, x, y, theta=theta, mine=dual[i]):
@@ -27,7 +31,8 @@ def test_two_rounds_by_hand():
         theta = [a + eta * b for a, b in zip(theta, change, strict=True)]
         oracle.close(states[t + 1].server["w"], theta)
         for i in range(5):
-            oracle.close(by_hand.row(states[t + 1], i, "w"), w[i])
+            if start == "client":
+                oracle.close(by_hand.row(states[t + 1], i, "w"), w[i])
             oracle.close(by_hand.row(states[t + 1], i, "y"), dual[i])
 
 
@@ -36,9 +41,9 @@ def augmented(w, dual, rho):
 
 
 def test_the_server_has_the_mean_augmented_model():
-    """After a round of all clients, with server_lr = 1."""
+    """After a round of all clients from their own models, with server_lr = 1."""
     rho = 0.1
-    states, _ = by_hand.run("fedadmm", rho=rho, server_lr=1.0)
+    states, _ = by_hand.run("fedadmm", rho=rho, server_lr=1.0, start="client")
     rows = [by_hand.row(states[1], i) for i in by_hand.LEARN[0]]
     both = [[oracle.variables(r[name]) for name in ("w", "y")] for r in rows]
     wanted = oracle.mean([augmented(*pair, rho) for pair in both], [1] * len(both))
