@@ -2,13 +2,15 @@
 their clients disagree.
 
 Reference: Sattler et al., Clustered federated learning: model-agnostic distributed
-multitask optimization under privacy constraints (TNNLS 2021).
+multitask optimization under privacy constraints (TNNLS 2021); authors' code:
+felisat/clustered-federated-learning.
 """
 
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
@@ -68,7 +70,8 @@ def cfl(
       eps1: bound of the norm of the mean update (ε1) in [0, inf); 0.4 as in the
         authors' code.
       eps2: bound of the largest norm (ε2) in [0, inf); 1.6 as there.
-      first: rounds in [0, 100000] before the first split; 20 as there.
+      first: rounds in [0, 100000] before the first split; 20 as there. A run of no more
+        rounds has one cluster, of which it warns.
       smallest: clusters of so many clients or fewer, in [1, 100000], are not split; 2
         as there.
 
@@ -80,6 +83,9 @@ def cfl(
       norms, so they depend on the network and the learning rate.
     """
     sgd, split, n = local_training.bind(task), averaging.split(task), task.num_clients
+    if task.rounds is not None and first >= task.rounds:
+        text = "cfl: no cluster is split before round %d of %d, so there is only one."
+        logging.log_first_n(logging.WARNING, text, 1, first, task.rounds)
 
     def init(key):
         state = split.init(key)

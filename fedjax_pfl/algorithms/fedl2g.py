@@ -2,7 +2,8 @@
 training, by its effect on examples held out.
 
 Reference: Zhang et al., FedL2G: learning to guide local training in heterogeneous
-federated learning (2024), with guidance of the logits.
+federated learning (2024), with guidance of the logits; authors' code:
+TsingZ0/FedL2G.
 """
 
 from typing import Annotated
@@ -23,6 +24,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Algorithm, Own, State, Task, Update
 
 
@@ -58,18 +60,21 @@ def fedl2g(
 
     Args:
       server_lr: step size of G in [0, inf); 0.1 as in the authors' script.
-      warmup: first rounds in [0, 10000] in which G is learned and no client trains; 50
-        as in the authors' code.
+      warmup: first rounds in [0, 10000] in which G is learned and no client trains,
+        fewer than those of the run; 50 as in the authors' code.
       quiz: share of a client's examples in [0, 1] that is held out; 0.1. The authors
         hold one batch out.
-      clip: largest norm of a gradient in training, in [0, inf); 100 as in the authors'
-        code.
+      clip: largest norm of a gradient in training, and of G's mean gradient, in
+        [0, inf); 100 as in the authors' code.
 
     Note:
       The trial step is plain SGD with the task's rate on one batch. A class counts for
       the clients whose trial batch has it. G begins at random numbers of variance 1. A
       client with one example holds none out, and sends no gradient.
     """
+    if task.rounds is not None:
+        why = "no client trains before"
+        check("warmup", warmup, 0, task.rounds, open_high=True, why=why)
     classes = task.num_classes
     clipped = task._replace(
         optimizer=lambda lr: optax.chain(optimizers.clipped(clip), task.optimizer(lr))
@@ -124,7 +129,8 @@ def fedl2g(
 
     def server_update(server, mean, cohort):
         slope = mean["slope"] / jnp.where(mean["has"] > 0, mean["has"], 1)[:, None]
-        guide = server["guide"] - server_lr * slope
+        step, _ = optimizers.clipped(clip).update(slope, optax.EmptyState())
+        guide = server["guide"] - server_lr * step
         moved = server["round"] + jnp.any(cohort.trained).astype(jnp.int32)
         return {"guide": guide.astype(jnp.float32), "round": moved}
 

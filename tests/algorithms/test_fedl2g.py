@@ -4,9 +4,28 @@ import by_hand
 import jax
 import numpy as np
 import oracle
+import pytest
 
 from fedjax_pfl import keys, local_training
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.fedl2g import Draw
+from fedjax_pfl.errors import InputError
+
+
+def test_a_run_without_training_is_refused():
+    task = by_hand.TASK._replace(rounds=50)
+    ALGORITHMS["fedl2g"](task._replace(rounds=51))
+    with pytest.raises(
+        InputError, match=r"`warmup` must be in \[0, 50\), got 50: no cli"
+    ):
+        ALGORITHMS["fedl2g"](task)
+
+
+def test_the_servers_gradient_is_clipped():
+    clip = 1e-3
+    states, _ = by_hand.run("fedl2g", server_lr=2.0, warmup=1, quiz=0.3, clip=clip)
+    change = states[1].server["guide"] - states[0].server["guide"]
+    np.testing.assert_allclose(np.linalg.norm(change), 2 * clip, rtol=1e-3)
 
 
 def drawn(i, t, stream, rows):
