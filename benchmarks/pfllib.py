@@ -38,7 +38,6 @@ class Method(NamedTuple):
 
 SAME = {"alpha": 1 / 11, "beta": 1 / 11}
 LOCAL = "PFLlib's penalty has no gradient: it is Local there, as at lam=0 here"
-NO_PENALTY = "PFLlib's penalty has no gradient, lam=0 here"
 
 METHODS = {
     "local": Method("serverlocal", "Local"),
@@ -220,7 +219,7 @@ METHODS = {
             # which it multiplies by the number of clients
             "local_learning_rate": lambda config: config.lr / config.clients,
         },
-        {"scheduler": "cosine"},
+        {"scheduler": "cosine", "coef_momentum": 0.0, "start": "common"},
         differs="PFLlib sends the combination in place of the core model, and divides "
         "the gradient of p by the number of parameters (corrected copy: -0.74)",
     ),
@@ -254,9 +253,7 @@ METHODS = {
         differs="PFLlib starts the second round from critical parameters of the "
         "initial model (corrected copy: -0.80)",
     ),
-    "pfl_da": Method(
-        "serverda", "PFL_DA", {"lamda": 1.0}, {"lam": 0.0}, differs=NO_PENALTY
-    ),
+    "pfl_da": Method("serverda", "PFL_DA", {"lamda": 1.0}, {"variant": "pfllib"}),
     "fedas": Method(
         "serveras",
         "FedAS",
@@ -284,7 +281,7 @@ METHODS = {
         "servermtl",
         "FedMTL",
         {"itk": 4000},
-        differs="PFLlib's penalty has no gradient: it is Local there",
+        {"variant": "pfllib"},
     ),
 }
 

@@ -1,11 +1,11 @@
-"""FedMTL: each client trains its own model under a penalty on the sum of all models, as
-PFLlib has it under this name.
+"""FedMTL: each client trains its own model under a penalty on the sum of all models.
 
-Reference: PFLlib, after Smith et al., Federated multi-task learning (NeurIPS 2017). It
-is not MOCHA, see `mocha`.
+Reference: the penalty that TsingZ0/PFLlib writes under this name, after Smith et al.,
+Federated multi-task learning (NeurIPS 2017). The authors' method is `mocha`.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,17 @@ from fedjax_pfl.types import Algorithm, Metrics, State, Task
 
 
 @register("fedmtl")
-def fedmtl(task: Task) -> Algorithm:
+def fedmtl(
+    task: Task, *, variant: Literal["gradient", "pfllib"] = "gradient"
+) -> Algorithm:
     """Adds 10^-f (||w||^2 + omega^2 ||w + s_i||^2) to the loss of client i, s_i the sum
     of the other participants' models.
 
     Here omega = 1 - 1/S for S participants and f = floor(log10(Z) + 1) + 1 for Z
     parameters, so that the penalty is small.
+
+    Args:
+      variant: the penalty has a gradient, or as in PFLlib none: it is Local then.
 
     Note:
       The participants' models are those before the round. The relations of the tasks
@@ -32,6 +37,7 @@ def fedmtl(task: Task) -> Algorithm:
     sgd = local_training.bind(task)
     size = trees.size(params(jax.eval_shape(task.model.init, jax.random.key(0))))
     scale = 10.0 ** -(math.floor(math.log10(size) + 1) + 1)
+    scale = scale if variant == "gradient" else 0.0
 
     def init(key):
         return State((), trees.replicate(task.model.init(key), task.num_clients))

@@ -1,41 +1,43 @@
 """PFL-DA: the clients share a head only, to which each draws its own head, and under
 which it trains its body.
 
-Reference: Peng et al., Personalized federated learning via domain adaptation with an
-application to distributed 3D printing (Technometrics 2023), as PFLlib has it.
+Reference: Shi & Kontar, Personalized federated learning via domain adaptation with an
+application to distributed 3D printing (Technometrics 2023).
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-import jax.numpy as jnp
 import optax
 from annotated_types import Ge
 
 from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
-
-
-def distance(a: PyTree, b: PyTree) -> Array:
-    """Returns ||a - b|| [], with the gradient 0 where a = b."""
-    square = trees.sq_dist(a, b)
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+from fedjax_pfl.types import Algorithm, State, Task, Update
 
 
 @register("pfl_da")
-def pfl_da(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
-    """Trains the own head on CE + lam ||head - g||, g the received head, then body and
-    g on the cross entropy under g; the heads g are averaged.
+def pfl_da(
+    task: Task,
+    *,
+    lam: Annotated[float, Ge(0)] = 1.0,
+    variant: Literal["squared", "pfllib"] = "squared",
+) -> Algorithm:
+    """Trains the own head on CE + lam ||head - g||^2, g the received head, then body
+    and g on the cross entropy under g; the heads g are averaged.
 
     Args:
       lam: weight of the distance (λ) in [0, inf); 1 as in PFLlib.
+      variant: the distance, squared or pfllib, which has no gradient: the head trains
+        on the cross entropy alone.
 
     Note:
-      Both phases take the task's local work. The distance is not squared, as in PFLlib.
-      A client keeps its body and head, and predicts with them. The reported loss is
-      that of the second phase.
+      The authors published no code; the phases are PFLlib's, which adds the norm, not
+      squared, of detached parameters. Both phases take the task's local work. A client
+      keeps its body and head, and predicts with them. The reported loss is that of the
+      second phase.
     """
+    weight = lam if variant == "squared" else 0.0
     sgd = local_training.bind(task)
 
     def init(key):
@@ -47,7 +49,8 @@ def pfl_da(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
 
         def near(w, batch, key):
             value, stats = plain(w, batch, key)
-            return value + lam * distance(w["head"], server["head"]), stats
+            gap = trees.sq_dist(w["head"], server["head"])
+            return value + weight * gap, stats
 
         stream = keys.Client.HEAD_PHASE
         w, _ = sgd(c, w, loss=near, train=("head",), stream=stream)

@@ -4,6 +4,7 @@ import math
 
 import by_hand
 import oracle
+import toy
 
 
 def test_two_rounds_by_hand():
@@ -27,6 +28,12 @@ def test_two_rounds_by_hand():
             models[i] = w
         for i in (0, 1, 2, 4):
             oracle.close(by_hand.row(states[t + 1], i), models[i])
+
+
+def test_pfllibs_penalty_has_no_gradient():
+    (*_, found), _ = by_hand.run("fedmtl", variant="pfllib")
+    (*_, wanted), _ = by_hand.run("local")
+    toy.assert_same(found.clients, wanted.clients)
 
 
 def test_a_client_alone_is_local_with_weight_decay():

@@ -24,9 +24,8 @@ def test_two_rounds_by_hand():
                     oracle.gradient(w, x, y),
                     [a - b for a, b in zip(w[2:], head, strict=True)],
                 )
-                norm = np.sqrt(sum(np.sum(d**2) for d in gap)) or 1.0
                 moved = [
-                    a - by_hand.LR * (b + lam * d / norm)
+                    a - by_hand.LR * (b + 2 * lam * d)
                     for a, b, d in zip(w[2:], g[2:], gap, strict=True)
                 ]
                 w = [*w[:2], *moved]
@@ -39,6 +38,12 @@ def test_two_rounds_by_hand():
             np.testing.assert_allclose(got, wanted, atol=2e-5)
         for i in (0, 1, 2, 4):
             oracle.close(by_hand.row(states[t + 1], i), models[i])
+
+
+def test_pfllibs_penalty_has_no_gradient():
+    ours, _ = by_hand.run("pfl_da", lam=0.4, variant="pfllib")
+    without, _ = by_hand.run("pfl_da", lam=0.0)
+    toy.assert_same(ours[2], without[2])
 
 
 def test_the_first_rounds_head_is_fedavgs():
