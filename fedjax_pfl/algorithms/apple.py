@@ -2,7 +2,7 @@
 which it trains its own.
 
 Reference: Luo & Wu, Adapt to adaptation: learning personalization for cross-silo
-federated learning (IJCAI 2022), Algorithm 1.
+federated learning (IJCAI 2022), Algorithm 1; authors' code: ljaiverson/pFL-APPLE.
 """
 
 from typing import Annotated, Literal
@@ -15,6 +15,7 @@ from chex import Numeric
 
 from fedjax_pfl import (
     evaluation,
+    keys,
     local_training,
     losses,
     optimizers,
@@ -25,6 +26,12 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import needed
 from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+
+
+class Start(keys.Stream):
+    """Streams below the key of the initial state."""
+
+    CORES = 50, "the core models"
 
 
 def combine(p: Array, table: PyTree) -> PyTree:
@@ -53,6 +60,8 @@ def apple(
     mu: Annotated[float, Ge(0)] = 0.1,
     last: Annotated[float, Interval(ge=0, le=1)] = 0.1,
     scheduler: Literal["cosine", "exponential"] = "exponential",
+    coef_momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9,
+    start: Literal["separate", "common"] = "separate",
 ) -> Algorithm:
     """Minimises F_i(sum_j p_ij w_j) + lambda(t) mu/2 ||p_i - p_0||^2 over the client's
     core model w_i and its coefficients p_i.
@@ -64,9 +73,14 @@ def apple(
       mu: weight of the penalty (μ) in [0, inf); 0.1 as there.
       last: share of the rounds in [0, 1] after which the penalty is 0; 0.1 as there.
       scheduler: lambda(t), one of cosine, exponential (the authors' default).
+      coef_momentum: momentum of p_i's steps in [0, 1); 0.9 as there.
+      start: core models that begin at different random values (separate, as there) or
+        at the same ones (common, as in PFLlib).
 
     Note:
-      The gradient by p_ij is <grad F_i, w_j>, as in the paper; PFLlib takes means over
+      The authors' code has mu ||p_i - p_0||^2, which is this penalty at half their mu;
+      their core models have momentum 0.9, too, which is the task's optimizer here. The
+      gradient by p_ij is <grad F_i, w_j>, as in the paper; PFLlib takes means over
       the parameters, and a step size of w_i that is larger by N. The core models are
       the last uploads of all clients, and each client receives all of them. Running
       statistics stay where they are, with the client.
@@ -76,7 +90,8 @@ def apple(
 
     # The coefficients have an optimizer of their own.
     def separate(lr):
-        parts = {"core": task.optimizer(lr), "p": optax.sgd(coef_lr)}
+        coefficients = optax.sgd(coef_lr, momentum=coef_momentum)
+        parts = {"core": task.optimizer(lr), "p": coefficients}
         return optimizers.per_part(parts)
 
     sgd = local_training.bind(task._replace(optimizer=separate))
@@ -84,7 +99,11 @@ def apple(
     def init(key):
         w = task.model.init(key)
         rows = trees.replicate({"p": p0, "stats": w["stats"]}, n)
-        return State({"core": trees.replicate(params(w), n)}, rows)
+        core = trees.replicate(params(w), n)
+        if start == "separate":
+            draws = jax.random.split(keys.fold(key, Start.CORES), n)
+            core = jax.vmap(lambda draw: params(task.model.init(draw)))(draws)
+        return State({"core": core}, rows)
 
     def personal(server, row):
         return combine(row["p"], server["core"]) | {"stats": row["stats"]}

@@ -18,7 +18,7 @@ def test_the_penalty_ends():
 def test_two_rounds_by_hand():
     mu, lr = 0.3, 0.05
     given = {"mu": mu, "coef_lr": lr, "last": 1.0, "scheduler": "cosine"}
-    states, _ = by_hand.run("apple", **given)
+    states, _ = by_hand.run("apple", coef_momentum=0.6, **given)
     get = lambda s, i: oracle.variables(toy.rows(s.server["core"], i))
     table = [get(states[0], i) for i in range(5)]
     p0 = toy.SIZES / toy.SIZES.sum()
@@ -27,7 +27,7 @@ def test_two_rounds_by_hand():
         weight = mu * (np.cos(np.pi * t / 3) + 1) / 2
         found = {}
         for i in by_hand.LEARN[t]:
-            cores = list(table)
+            cores, pace = list(table), 0.0
             for x, y in by_hand.batches(i, t):
                 w = [
                     sum(q * v[k] for q, v in zip(p[i], cores, strict=True))
@@ -42,7 +42,8 @@ def test_two_rounds_by_hand():
                     a - by_hand.LR * p[i, i] * b
                     for a, b in zip(cores[i], g, strict=True)
                 ]
-                p[i] = p[i] - lr * (np.array(slope) + weight * (p[i] - p0))
+                pace = 0.6 * pace + np.array(slope) + weight * (p[i] - p0)
+                p[i] = p[i] - lr * pace
             found[i] = cores[i]
         for i, w in found.items():
             table[i] = w
@@ -52,8 +53,15 @@ def test_two_rounds_by_hand():
                 np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_core_models_begin_separately():
+    at = lambda start: by_hand.run("apple", rounds=[], start=start)[0][0].server["core"]
+    kernels = [at(x)["head"]["kernel"] for x in ("separate", "common")]
+    assert [len(np.unique(x[:, 0, 0])) for x in kernels] == [5, 1]
+
+
 def test_with_the_own_model_alone_it_is_local():
     given = {"mu": 0.3, "coef_lr": 0.0, "last": 1.0, "scheduler": "cosine"}
+    given["start"] = "common"
     start = by_hand.run("apple", rounds=[], **given)[0][0]
     own = start._replace(clients=start.clients | {"p": np.eye(5, dtype=np.float32)})
     states, _ = by_hand.run("apple", begin=own, **given)
