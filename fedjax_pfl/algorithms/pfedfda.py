@@ -2,7 +2,7 @@
 features, and each client predicts with Gaussians between its own and the global ones.
 
 Reference: McLaughlin & Su, Personalized federated learning via feature distribution
-adaptation (NeurIPS 2024), Algorithm 1.
+adaptation (NeurIPS 2024), Algorithm 1; authors' code: cj-mclaughlin/pFedFDA.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
 
 FOLDS = 2  # of the cross-validation
+JITTER = 1e-4  # added to all entries of a covariance, as in the authors' code
 HALVINGS = 6  # of the search for beta, which ends on a grid of 1/64
 
 
@@ -37,16 +38,16 @@ class Gaussians(NamedTuple):
 def estimate(h: Array, y: Array, use: Array, ridge: Numeric, other: Array) -> Gaussians:
     """Returns the Gaussians of features h [M, K] of classes y [M], where `use` [M].
 
-    A class with two examples or fewer has the mean in `other` [K, C].
+    A class without examples has the mean in `other` [K, C].
     """
     member = jax.nn.one_hot(y, other.shape[1]) * use[:, None]
     count = jnp.sum(member, axis=0)
     total = jnp.dot(h.T, member, precision=jax.lax.Precision.HIGHEST)
-    mean = jnp.where((count > FOLDS)[None], total / jnp.maximum(count, 1)[None], other)
+    mean = jnp.where((count > 0)[None], total / jnp.maximum(count, 1)[None], other)
     centred = jnp.where(use[:, None], h - mean.T[y], 0)
     scatter = jnp.dot(centred.T, centred, precision=jax.lax.Precision.HIGHEST)
     cov = scatter / jnp.maximum(jnp.sum(use) - 1, 1)
-    return Gaussians(mean, cov + ridge * jnp.eye(len(cov)))
+    return Gaussians(mean, cov + ridge * jnp.eye(len(cov)) + JITTER)
 
 
 def between(beta: Array, mine: Gaussians, other: Gaussians) -> Gaussians:
@@ -102,8 +103,9 @@ def pfedfda(
         (0, 1); 0.0001 as in the authors' code.
 
     Note:
-      The authors' code adds I and 0.0001 to all entries of a covariance. Features are
-      those of the trained body, there those of the training steps. The folds alternate
+      Features are those of the trained body, in the authors' code those of the training
+      steps. A prediction takes the global mean of a class with two examples or fewer,
+      as there. The folds alternate
       over the rows of a class, and beta is searched on a grid of 1/64 instead of by
       L-BFGS. Classes with a single example are left out of the folds; a client with no
       other class has beta = 0. Before a prediction, beta and the Gaussians are
@@ -130,8 +132,9 @@ def pfedfda(
         share = c.class_counts / jnp.maximum(c.train.size, 1) + eps
         return share / jnp.sum(share)
 
-    def adapted(c, w, server):
-        # The Gaussians of the client, and beta [2].
+    def adapted(c, w, server, least):
+        # The Gaussians of the client, of classes with more than `least` examples, and
+        # beta [2].
 
         def features(batch):
             return model.features(w, batch.x, mask=batch.mask, train=False)[0]
@@ -153,7 +156,10 @@ def pfedfda(
             return total
 
         beta = jnp.where(jnp.any(use), search(loss), 0)
-        return between(beta, estimate(h, y, y >= 0, ridge, other.mean), other), beta
+        found = estimate(h, y, y >= 0, ridge, other.mean)
+        enough = (c.class_counts > least)[None]
+        found = found._replace(mean=jnp.where(enough, found.mean, other.mean))
+        return between(beta, found, other), beta
 
     def predictor(c, w, g):
         head = classifier(g, prior(c), eps)
@@ -172,7 +178,7 @@ def pfedfda(
             return losses.of(task)(logits(head, h), batch.y, batch.mask), stats
 
         w, value = sgd(c, split.receive(server, own), loss=loss, train=("body",))
-        g, beta = adapted(c, w, server)
+        g, beta = adapted(c, w, server, 0)
         shared, own = sent(w)
         metrics = {"beta_mean": beta[0], "beta_cov": beta[1]}
         upload = shared | {"gaussians": g}
@@ -180,6 +186,6 @@ def pfedfda(
 
     def predict(server, own, c):
         w = split.receive(server, own)
-        return predictor(c, w, adapted(c, w, server)[0])
+        return predictor(c, w, adapted(c, w, server, FOLDS)[0])
 
     return averaging.from_client(init, client, predict, averages=("body",))

@@ -1,11 +1,14 @@
 """pFedFDA: its classifier is Bayes' rule, and two rounds by hand."""
 
 import by_hand
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import toy
 
-from fedjax_pfl.algorithms.pfedfda import Gaussians, classifier, logits
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.algorithms.pfedfda import JITTER, Gaussians, classifier, logits
 
 RNG = np.random.default_rng(0)
 
@@ -33,9 +36,10 @@ def head(mean, cov, prior):
 
 def estimate(h, y, other):
     count = np.bincount(y, minlength=4)
-    mean = np.array([h[y == c].mean(0) if count[c] > 2 else other[c] for c in range(4)])
+    mean = np.array([h[y == c].mean(0) if count[c] else other[c] for c in range(4)])
     centred = h - mean[y]
-    return mean, centred.T @ centred / max(len(y) - 1, 1) + RIDGE * np.eye(8)
+    cov = centred.T @ centred / max(len(y) - 1, 1)
+    return mean, cov + RIDGE * np.eye(8) + JITTER
 
 
 def mixed(beta, mine, other):
@@ -102,3 +106,31 @@ def test_two_rounds_by_hand():
         got = (layer["kernel"], layer["bias"], g.mean.T, g.cov)
         for a, b in zip(got, [*body, *other], strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_a_prediction_takes_global_means_of_rare_classes():
+    states, _ = by_hand.run("pfedfda", ridge=RIDGE, eps=EPS)
+    method = ALGORITHMS["pfedfda"](by_hand.TASK, ridge=RIDGE, eps=EPS)
+    x = np.asarray(by_hand.F.examples.x[:3])
+    cohort = toy.cohort(by_hand.TASK, range(5), f=by_hand.F)
+
+    def predict(c, own):
+        return method.predict(states[1].server, own, c)(x, None)
+
+    got = jax.jit(lambda rows: cohort.map(predict, rows))(states[1].clients)
+    server = jax.tree.map(lambda a: np.asarray(a, np.float64), states[1].server)
+    layer, other = server["body"]["layers"]["0"], server["gaussians"]
+    other = [other.mean.T, other.cov]
+    features = lambda v: np.maximum(v @ layer["kernel"] + layer["bias"], 0)
+    rare = 0
+    for i in by_hand.LEARN[0]:
+        v, y = by_hand.examples(i)
+        h, count = features(v), np.bincount(y, minlength=4)
+        prior = (count / len(y) + EPS) / (1 + 4 * EPS)
+        mean, cov = estimate(h, y, other[0])
+        mean = np.where((count > 2)[:, None], mean, other[0])
+        g = mixed(search(h, y, prior, other), (mean, cov), other)
+        kernel, bias = head(*g, prior)
+        np.testing.assert_allclose(got[i], features(x) @ kernel + bias, atol=2e-3)
+        rare += np.sum((count > 0) & (count <= 2))
+    assert rare
