@@ -2,7 +2,7 @@
 input are limited.
 
 Reference: Nguyen et al., FedSR: a simple and effective domain generalization method for
-federated learning (NeurIPS 2022).
+federated learning (NeurIPS 2022); authors' code: atuannguyen/FedSR.
 """
 
 from typing import Annotated
@@ -56,8 +56,8 @@ def fedsr(
 
     Note:
       The norm is not squared, as in the authors' code. z has as many entries as the
-      features. In their code the map is the network's last layer; FL-bench puts ReLUs
-      before and after it. The outputs are logarithms of probabilities.
+      features, of which the map is the last layer, as there. The mean over the clients
+      is uniform, as there. The outputs are logarithms of probabilities.
     """
     model, sgd, width = task.model, local_training.bind(task), task.model.num_features
     network = models.network(lambda rngs: layers.linear(width, 2 * width, rngs))
@@ -121,5 +121,9 @@ def fedsr(
         return predictor(c, split.receive(server, own))
 
     return averaging.from_client(
-        init, client, predict, averages=("body", "head", "map")
+        init,
+        client,
+        predict,
+        weight=lambda cohort: cohort.trained,
+        averages=("body", "head", "map"),
     )
