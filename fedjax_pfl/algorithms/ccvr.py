@@ -71,8 +71,10 @@ def ccvr(
         the clients', 0.01 by default.
 
     Note:
-      The paper calibrates once, after all rounds; here after every round, so that each
-      evaluation sees it, as in FL-bench. The covariance over all clients is the
+      The authors published no code. The paper calibrates once, after all rounds, with
+      the features of all clients; here after every round, so that each evaluation sees
+      it, with those of the round's clients, which receive the averaged model a second
+      time. The covariance over all clients is the
       unbiased one. A class with fewer than two examples has no virtual features.
       `global_acc` scores the averaged head. Running the eigendecomposition costs C K^3.
     """

@@ -44,7 +44,7 @@ def hetlora(
 
     Args:
       rank_min: least rank, in [1, inf); r_k is drawn from rank_min to the rank r of the
-        model, both included, and is rank_min where the model has less.
+        model, both included, and is r where r is smaller.
       gamma: share of the rank that self-pruning keeps, in (0, 1]; 1: ranks remain.
       lam: weight of the regulariser in [0, inf).
       by_norm: true or false; if false, A and B are weighted by examples, too.

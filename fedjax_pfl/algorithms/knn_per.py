@@ -2,7 +2,7 @@
 nearest of their own examples.
 
 Reference: Marfoq et al., Personalized federated learning through local memorization
-(ICML 2022), Algorithm 1.
+(ICML 2022), Algorithm 1; authors' code: omarfoq/knn-per.
 """
 
 from typing import Annotated
@@ -59,10 +59,10 @@ def knn_per(
 
     Args:
       k: neighbours in [1, 10000], at most all of the client's examples; 10 as in the
-        paper.
-      lam: weight of the neighbours (λ) in [0, 1]; 0.5 as in FL-bench. The paper tunes
-        it per client on validation examples. With 0 it is FedAvg.
-      scale: of the kernel (σ) in (0, inf); 1 as in FL-bench.
+        paper. The authors' scripts for CIFAR take 7.
+      lam: weight of the neighbours (λ) in [0, 1]; 0.5. The paper tunes it per client on
+        validation examples. With 0 it is FedAvg.
+      scale: of the kernel (σ) in (0, inf); 1 as in the authors' code.
 
     Note:
       The kernel is that of the authors' code, exp(-d^2 / (K scale)) for K features. The

@@ -18,7 +18,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.models.layers import uniform
 from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
 
-DEPTH = 3  # hidden layers of a hypernetwork, as in FL-bench
+DEPTH = 3  # hidden layers of a hypernetwork, as in KarhouTam/pFedLA
 
 
 class Start(keys.Stream):
@@ -101,14 +101,15 @@ def pfedla(
 
     Args:
       hyper_lr: step size of hypernetworks and embeddings (η) in [0, inf); 0.005 as in
-        FL-bench.
+        KarhouTam/pFedLA, at which `self_weight` hardly leaves 1/N.
       embedding: length of an embedding in [1, 10000]; 100 as there.
       hidden: width of a hypernetwork in [1, 10000]; 100 as there.
 
     Note:
-      The models of the clients before the round are mixed; FL-bench trains one client
-      after another. Its step of the hypernetwork has the other sign, and it adds the
-      change to the client's old model. Layers are modules, there tensors. Clients that
+      The authors published no code; KarhouTam/pFedLA is of another author. The models
+      of the clients before the round are mixed; there one client trains after another,
+      and the step of the hypernetwork has the other sign. `self_weight` is the client's
+      alpha_ii, the mean over the layers. Layers are modules, there tensors. Clients that
       have not trained do not contribute. Running statistics are mixed as the body's
       layer. HeurpFedLA is not built.
     """
@@ -125,9 +126,13 @@ def pfedla(
         rows = {"hyper": {"psi": trees.replicate(psi, n), "v": v}}
         return State(server, rows | {"own": trees.replicate(own, n)})
 
+    def known(server, id):
+        # The clients whose models are mixed.
+        return server["seen"] | (jnp.arange(n) == id)
+
     def mixed(server, hyper, id):
-        here = server["seen"] | (jnp.arange(n) == id)
-        return mixture(weights(**hyper, here=here, i=id), server["w"], id, layer)
+        alpha = weights(**hyper, here=known(server, id), i=id)
+        return mixture(alpha, server["w"], id, layer)
 
     def round(key, state, cohort):
         server = state.server
@@ -143,16 +148,18 @@ def pfedla(
             slope = jax.tree.map(jnp.subtract, start, shared)
             slope["stats"] = jax.tree.map(jnp.zeros_like, slope["stats"])
             (gradient,) = pullback(slope)
+            alpha = weights(**row["hyper"], here=known(server, c.id), i=c.id)
+            own_weight = jnp.mean(alpha[:, c.id])
             hyper = jax.tree.map(lambda x, g: x - hyper_lr * g, row["hyper"], gradient)
             hyper = optax.tree.cast_like(hyper, row["hyper"])
-            return shared, {"hyper": hyper, "own": own}, value, post
+            return shared, {"hyper": hyper, "own": own}, value, post, own_weight
 
-        w, rows, value, post = cohort.map(client, state.clients)
+        w, rows, value, post, own_weight = cohort.map(client, state.clients)
         server = {
             "w": trees.scatter(server["w"], cohort.ids, w, cohort.trained),
             "seen": server["seen"].at[cohort.ids].max(cohort.trained),
         }
-        return State(server, rows), Metrics(value, post)
+        return State(server, rows), Metrics(value, post, {"self_weight": own_weight})
 
     def predict(server, row, c):
         start = mixed(server, row["hyper"], c.id)
