@@ -109,9 +109,9 @@ def pfedla(
       The authors published no code; KarhouTam/pFedLA is of another author. The models
       of the clients before the round are mixed; there one client trains after another,
       and the step of the hypernetwork has the other sign. `self_weight` is the client's
-      alpha_ii, the mean over the layers. Layers are modules, there tensors. Clients that
-      have not trained do not contribute. Running statistics are mixed as the body's
-      layer. HeurpFedLA is not built.
+      alpha_ii, the mean over the layers. Layers are modules, there tensors. Clients
+      that have not trained do not contribute. Running statistics are mixed as the
+      body's layer. HeurpFedLA is not built.
     """
     sgd, split, n = local_training.bind(task), averaging.split(task), task.num_clients
     shapes, _ = split.send(jax.eval_shape(task.model.init, jax.random.key(0)))
