@@ -26,54 +26,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.leaderboard import OWN_RATES  # noqa: E402
 from fedjax_pfl.experiment import metrics, presets  # noqa: E402
 from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
+from fedjax_pfl.experiment.text import METHODS  # noqa: E402
 
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
 BOARD = FOLDER / "leaderboard.json"
-# display names of the methods with results
-METHODS = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedavg_ft": "FedAvg, fine-tuned",
-    "fedprox": "FedProx",
-    "scaffold": "SCAFFOLD",
-    "per_fedavg": "Per-FedAvg",
-    "pfedme": "pFedMe",
-    "fedper": "FedPer",
-    "fedrep": "FedRep",
-    "lg_fedavg": "LG-FedAvg",
-    "fedbabu": "FedBABU",
-    "fedbn": "FedBN",
-    "fedma": "FedMA",
-    "pfedma": "FedMA, fine-tuned",
-    "fedrod": "FedRoD",
-    "ditto": "Ditto",
-    "apfl": "APFL",
-    "fedamp": "FedAMP",
-    "fedphp": "FedPHP",
-    "fedala": "FedALA",
-    "fedfomo": "FedFomo",
-    "pfedhn": "pFedHN",
-    "mocha": "MOCHA",
-    "fedproto": "FedProto",
-    "fd": "FD",
-    "fml": "FML",
-    "fedkd": "FedKD",
-    "fedapen": "FedAPEN",
-    "mnfl": "MNFL",
-    "mnfl_het": "MNFL",
-    "fedmd": "FedMD",
-    "sim_pfd": "Sim-pFD",
-    "topk_pfd": "TopK-pFD",
-    "feddf": "FedDF",
-    "pfeddf": "FedDF, fine-tuned",
-    "fedem": "FedEM",
-    "fedcp": "FedCP",
-    "feddva": "FedDVA",
-    "pfedc": "pFedC",
-    "privacy_pfedc": "Privacy-pFedC",
-    "pfedafm": "pFedAFM",
-}
 OTHER = ("task_acc",)  # scores that may not be the published quantity
 _NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (

@@ -232,8 +232,8 @@ class ProgressBar(Callback):
         done, rounds = result.round + 1, self.experiment.config.rounds
         if result.pre is not None:
             name = self.experiment.headline[0]
-            mean = np.nanmean(result.pre[name])
-            self._score = f"  {name} {mean:.4f} before round {done}"
+            mean = metrics.quantity(name, float(np.nanmean(result.pre[name])))
+            self._score = f"  {name} {mean} before round {done}"
         loss = np.mean(result.metrics.loss[result.metrics.active])
         shown = f"loss {loss:.4g}{self._score}"
         self._bar.update(self._task, completed=done, description=shown)

@@ -142,13 +142,6 @@ def of_run(run: Run) -> Figure:
     return curves(table, score, (*BY_ROUND, ("train", "completed", "rounds")))
 
 
-def last_scores(run: Run, score: str) -> pd.DataFrame:
-    """Returns each client's last value of a score: columns pre and post."""
-    rows = run.scores[run.scores["score"] == score]
-    last = rows.groupby(["client", "point"])["value"].last().unstack()
-    return last.reindex(columns=["pre", "post"])
-
-
 def clients(runs: Sequence[Run]) -> Figure:
     """Draws every client's last score, from the worst client to the best.
 
@@ -158,7 +151,9 @@ def clients(runs: Sequence[Run]) -> Figure:
     score, better = runs[0].headline
     names, shares = results.labels(runs), np.linspace(0, 1, 101)
     for label, style in _styles(dict.fromkeys(names.values())).items():
-        of = [last_scores(x, score) for x in runs if names[str(x.path)] == label]
+        of = [
+            results.last_scores(x, score) for x in runs if names[str(x.path)] == label
+        ]
         for axes, point in zip(panels, ("pre", "post"), strict=True):
             rows = np.array([scores[point].quantile(shares) for scores in of])
             rows = rows[:, :: 1 if better == "max" else -1]

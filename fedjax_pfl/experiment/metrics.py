@@ -86,7 +86,7 @@ def renamed(row: Row) -> Row:
 
 def is_share(score: str) -> bool:
     """Returns whether a score is in [0, 1], judged by the words of its name."""
-    return not _SHARES.isdisjoint(score.partition(OF)[0].split("_"))
+    return not _SHARES.isdisjoint(re.split("[/_]", score.partition(OF)[0]))
 
 
 def better(score: str, headline: Headline = ACCURACY) -> str:
@@ -122,6 +122,11 @@ def text(score: str, value: float, digits: int = 1) -> str:
     if value != value:
         return ""
     return f"{100 * value:.{digits}f}" if is_share(score) else f"{value:.4g}"
+
+
+def quantity(score: str, value: float) -> str:
+    """Formats a value with its unit."""
+    return text(score, value) + " %" * is_share(score)
 
 
 def mean_std(score: str, mean: float, std: float, digits: int = 1) -> str:

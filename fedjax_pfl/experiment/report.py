@@ -2,8 +2,9 @@
 
 RUN is a run directory, or the directory of a sweep. Methods are compared by the mean
 over clients after the last round, with the sample standard deviation over seeds; a
-single method is shown with all its scores. html is one page with figures, every
-client's scores and sortable tables.
+single method is shown with all its scores. Of a sweep with --select the chosen runs are
+shown. latex is a tabular alone; html is one page with figures, every client's scores
+and sortable tables.
 """
 
 import base64
@@ -16,18 +17,31 @@ import pandas as pd
 from markupsafe import Markup
 
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.experiment import cli, figures, metrics, results
+from fedjax_pfl.experiment import (
+    cli,
+    figures,
+    metrics,
+    results,
+    selection,
+    significance,
+)
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
+from fedjax_pfl.experiment.run_directory import RunDirectory
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 FORMATS = ("markdown", "latex", "csv", "html")
 CLOCK = ("speeds", "bandwidths")
+OVER_CLIENTS = "Scores over clients"
+TESTS = ("wilcoxon", "friedman")
 FLAGS = {
     "format": Flag(str, f"one of {', '.join(FORMATS)}", "markdown"),
+    "all": Flag(bool, "validation scores of all runs of a sweep with --select"),
+    "columns": Flag(str, "columns to show, by words of their titles: before,worst"),
+    "test": Flag(str, f"test of the differences, one of {', '.join(TESTS)}"),
     "target": Flag(str, "scores whose first round is shown, as 0.8,0.9"),
     "score": Flag(
-        str, "POINT/SCORE of --target (default: the headline before training)"
+        str, "POINT/SCORE of --target, --test (default: the headline before training)"
     ),
     "best": Flag(str, "POINT/SCORE whose best round replaces the last, as val/acc"),
     "cost": Flag(bool, "count floating-point operations; the data must be available"),
@@ -43,19 +57,37 @@ def tables(
     score: str | None = None,
     best: str | None = None,
     cost: bool = False,
+    test: str | None = None,
+    columns: str = "",
 ) -> dict[str, pd.DataFrame]:
     """Returns tables of text by title; the arguments are those of the flags."""
     table, headline = results.frame(runs), runs[0].headline
-    rows = results.best(table, best) if best else results.last(table)
+    rows = results.best(table, best) if best else results.final(runs, table)
     when = f"the round with the best {best}" if best else "the last round"
-    title = f"{metrics.label(headline[0])} after {when}"
-    found = {title: results.comparison(runs, rows, cost)}
+    if not best and any(run.best is not None for run in runs):
+        when = "the best round"
+    shown, wanted = results.comparison(runs, rows, cost), score or f"pre/{headline[0]}"
+    tested: dict[str, pd.DataFrame] = {}
+    if test is not None:
+        tested, p = significance.tables(runs, wanted, choose("test", test, TESTS))
+        shown = shown.assign(p=shown.index.map(p).fillna("")) if p else shown
+    found = {f"{metrics.label(headline[0])} after {when}": _chosen(shown, columns)}
     if table["label"].nunique() == 1:
-        found["Scores over clients"] = results.statistics(rows, headline)
+        found[OVER_CLIENTS] = results.statistics(rows, headline)
     if levels:
-        wanted = score or f"pre/{headline[0]}"
         found[f"First reached: {wanted}"] = results.rounds_to(table, levels, wanted)
-    return found
+    return found | tested
+
+
+def _chosen(table: pd.DataFrame, words: str) -> pd.DataFrame:
+    """Returns the columns whose titles have one of some words; none: all."""
+    kept = []
+    for word in filter(None, words.split(",")):
+        found = [x for x in table if word.strip().lower() in x.lower()]
+        if not found:
+            raise InputError(f"--columns: no {word!r} among {', '.join(table)}.")
+        kept += found
+    return table[list(dict.fromkeys(kept))] if kept else table
 
 
 def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
@@ -66,7 +98,7 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     clients = pd.concat(scores, names=["method"])
     settings = pd.DataFrame({str(run.path): run.config for run in runs})
     shown = found | {
-        "Scores over clients": results.statistics(rows, runs[0].headline),
+        OVER_CLIENTS: results.statistics(rows, runs[0].headline),
         "Clients": clients.map(lambda value: metrics.text(name, value)),
         "Settings": settings.astype(str).rename_axis("setting"),
     }
@@ -90,19 +122,34 @@ def main(argv: Sequence[str]) -> int:
         levels = [float(x) for x in given.get("target", "").split(",") if x]
     except ValueError:
         raise InputError("--target must be numbers, as 0.8,0.9.") from None
+    if given.get("all"):
+        return _grid(words, style)
     runs = results.find(words)
     clock = {name: x for name, x in given.items() if name in CLOCK}
     runs = [results.timed(run, clock) for run in runs] if clock else runs
-    more = {name: given[name] for name in ("score", "best", "cost") if name in given}
-    found = tables(runs, levels, **more)
+    names = ("score", "best", "cost", "test", "columns")
+    found = tables(runs, levels, **{x: given[x] for x in names if x in given})
     texts = [f"{title}\n\n{results.render(x, style)}" for title, x in found.items()]
-    text = "\n\n".join([*texts, *results.notes(runs)])
+    out = "\n\n".join([*texts, *results.notes(runs)])
+    if style == "latex":
+        left = (OVER_CLIENTS, significance.WILCOXON)
+        kept = [x for title, x in found.items() if not title.startswith(left)]
+        out = "\n\n".join(results.latex(x, runs[0].headline[1]) for x in kept)
     if style == "csv":
         rows = results.over_seeds(results.last(results.frame(runs)))
-        text = rows.set_axis(map("_".join, rows.columns), axis=1).to_csv()
+        out = rows.set_axis(map("_".join, rows.columns), axis=1).to_csv()
     if style == "html":
-        text, given["output"] = page(runs, found), given.get("output", "report.html")
+        out, given["output"] = page(runs, found), given.get("output", "report.html")
     if "output" in given:
-        Path(given["output"]).write_text(text, encoding="utf-8")
-    print(given.get("output", text))
+        Path(given["output"]).write_text(out, encoding="utf-8")
+    print(given.get("output", out))
+    return 0
+
+
+def _grid(roots: Sequence[str], style: str) -> int:
+    """Prints the validation scores of all values of sweeps with --select."""
+    for root in roots:
+        content = RunDirectory(root).read(results.SELECTION)
+        table = selection.grid(results.find([root], every=True), content)
+        print(results.render(table, style), *selection.sentences(content), sep="\n\n")
     return 0

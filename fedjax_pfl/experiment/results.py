@@ -8,8 +8,9 @@ data and build networks.
 
 import dataclasses
 import functools
+import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from fedjax_pfl import clock, hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import metrics, presets
+from fedjax_pfl.experiment import metrics, presets, text
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
 from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.privacy import attacks
 from fedjax_pfl.types import State
 
 # settings of the data, in which all runs of a comparison are expected to agree
@@ -39,6 +41,7 @@ COSTS = {
     "simulated": "simulated seconds",
 }
 FLOOR = "majority baseline"
+SELECTION = "selection.json"  # of a sweep, see `selection`
 ABOVE = "clients above Local (%)"
 _COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
 _ROUNDING = 1e-6  # scores are float32
@@ -107,6 +110,11 @@ class Run:
         return known["score"], known["better"]
 
     @property
+    def best(self) -> int | None:
+        """The round of the checkpoint that early stopping kept; None: the last."""
+        return self.summary.get("best", {}).get("round")
+
+    @property
     def status(self) -> str:
         """running, interrupted, diverged or complete."""
         return self.summary.get("status", "running")
@@ -118,8 +126,11 @@ def load(path: str | Path) -> Run:
     return Run(directory.path, vars(directory.config), directory.summary)
 
 
-def find(paths: Iterable[str | Path]) -> list[Run]:
+def find(paths: Iterable[str | Path], every: bool = False) -> list[Run]:
     """Loads run directories, and those inside the directories of sweeps.
+
+    Args:
+      every: also those of a sweep that its selection.json does not name.
 
     Raises:
       InputError: a path is neither, or there is none.
@@ -127,8 +138,14 @@ def find(paths: Iterable[str | Path]) -> list[Run]:
     folders = [Path(path).expanduser() for path in paths]
     if not folders:
         raise InputError("Name run directories, or the directory of a sweep.")
-    files = [sorted(x.glob("*/config.json")) or [x / "config.json"] for x in folders]
-    return [load(file.parent) for several in files for file in several]
+    found: list[Run] = []
+    for folder in folders:
+        names = sorted(file.parent.name for file in folder.glob("*/config.json"))
+        if (folder / SELECTION).is_file() and not every:
+            chosen = RunDirectory(folder).read(SELECTION)["chosen"]
+            names = [name for each in chosen for name in each["runs"]]
+        found += [load(folder / name) for name in names or ["."]]
+    return found
 
 
 def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
@@ -169,8 +186,8 @@ def _tidy(run: Run) -> pd.DataFrame:
     before.loc[:, after.isna().all()] = np.nan
     spent = before.loc[long["round"]].set_axis(long.index)
     spent[late] = after.loc[long.loc[late, "round"]].set_axis(long.index[late])
-    settings = {"run": str(run.path), "status": run.status} | _settings(run.config)
-    return pd.concat([long, spent], axis=1).assign(**settings)
+    own = {"run": str(run.path), "status": run.status} | settings(run.config)
+    return pd.concat([long, spent], axis=1).assign(**own)
 
 
 def _spent(run: Run) -> pd.DataFrame:
@@ -234,39 +251,81 @@ def timed(run: Run, clock: dict[str, str]) -> Run:
     return dataclasses.replace(run, config=run.config | clock)
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run as values of cells."""
     flat = {name: x for name, x in config.items() if name != "hparams"}
     flat |= {f"hparams.{name}": x for name, x in config["hparams"].items()}
     return {n: x if np.isscalar(x) or x is None else str(x) for n, x in flat.items()}
 
 
-def labels(runs: Sequence[Run]) -> dict[str, str]:
+def labels(runs: Sequence[Run], of: str = "both") -> dict[str, str]:
     """Names runs by their method and the settings in which they differ: {path: name}.
 
     Runs that differ in their seed only have the same name. A setting of the data counts
     where any two runs differ, another where two runs of the method do.
+
+    Args:
+      of: "method" leaves out the settings of the data, "data" the method.
     """
-    known = {str(run.path): _settings(run.config) for run in runs}
+    known = {str(run.path): settings(run.config) for run in runs}
     skipped = {"algo", "preset", "seed", "eval_every", *FREE}
     table, result = pd.DataFrame(known).T.astype(str), {}
     for path, own in known.items():
-        parts = [user_code.short(own["algo"])]
+        parts = {"method": user_code.short(own["algo"])}
         same = table[table["algo"] == own["algo"]]
         for name in (x for x in own if x not in skipped and own[x] is not None):
             if (table if name in DATA else same)[name].nunique() > 1:
-                parts.append(f"{name.removeprefix('hparams.')}={own[name]}")
-        result[path] = ", ".join(parts)
+                parts[name] = f"{name.removeprefix('hparams.')}={own[name]}"
+        kept = [x for n, x in parts.items() if of in ("both", _kind(n))]
+        result[path] = ", ".join(kept)
     return result
 
 
-def last(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of each run's last evaluation, for every point and score."""
+def _kind(name: str) -> str:
+    return "data" if name in DATA else "method"
+
+
+def last(table: pd.DataFrame, rounds: Mapping[str, int] | None = None) -> pd.DataFrame:
+    """Returns the rows of each run's last evaluation, for every point and score.
+
+    Args:
+      rounds: {path: the last round to read} of runs; held-out clients have one row.
+    """
     keys = ["run", "point", "score"]
+    latest = table["run"].map(rounds or {}).fillna(np.inf)
+    away = table["point"].str.startswith("unseen")
+    table = table[(table["round"] <= latest) | away]
     return table.loc[table.groupby(keys, sort=False)["completed"].idxmax()]
 
 
-def _at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
+def final(runs: Sequence[Run], table: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns the rows that a report shows: of the round that early stopping kept, else
+    of the last evaluation."""
+    kept = {str(run.path): run.best for run in runs if run.best is not None}
+    return last(frame(runs) if table is None else table, kept)
+
+
+def benign(table: pd.DataFrame, score: str) -> pd.DataFrame:
+    """Returns rows with a score of benign clients in place of that of all clients, for
+    runs with malicious ones."""
+    own = attacks.BENIGN + score
+    attacked = table["run"].isin(table.loc[table["score"] == own, "run"])
+    kept = table[~attacked | (table["score"] != score)]
+    return kept.assign(score=kept["score"].replace(own, score))
+
+
+def last_scores(run: Run, score: str) -> pd.DataFrame:
+    """Returns each client's value of a score in the round of `final`: columns pre and
+    post, rows by client."""
+    rows = run.scores[run.scores["point"].isin(["pre", "post"])]
+    rows = benign(rows.assign(run=""), score)
+    rows = rows[rows["score"] == score]
+    rows = rows if run.best is None else rows[rows["round"] <= run.best]
+    found = rows.groupby(["client", "point"])["value"].last().unstack()
+    return found.reindex(columns=["pre", "post"])
+
+
+def at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
     """Returns the rows of POINT/SCORE, its values, and 1 if more is better, else -1.
 
     Raises:
@@ -280,15 +339,14 @@ def _at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, in
 
 
 def best(table: pd.DataFrame, by: str = "val/acc") -> pd.DataFrame:
-    """Returns each run's rows after as many rounds as have its best score.
+    """Returns each run's rows of the first round with its best score.
 
     Args:
       by: POINT/SCORE. Any point but val chooses on test examples and is optimistic.
     """
-    rows, values, sign = _at(table, by)
+    rows, values, sign = at(table, by)
     chosen = (sign * values).groupby(rows["run"]).idxmax()
-    rounds = rows.loc[chosen].set_index("run")["completed"]
-    return table[table["completed"] == table["run"].map(rounds)]
+    return last(table, rows.loc[chosen].set_index("run")["round"].to_dict())
 
 
 def over_seeds(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
@@ -320,7 +378,7 @@ def to_target(table: pd.DataFrame, level: float, headline: str) -> pd.DataFrame:
       a row per run: label, completed, megabytes and seconds, NaN if the level was never
       reached.
     """
-    rows, values, sign = _at(table, headline)
+    rows, values, sign = at(table, headline)
     reached = rows[sign * (values - level) >= -_ROUNDING * abs(level)]
     first = reached.drop_duplicates("run").set_index("run")
     return table.groupby("run")[["label"]].first().join(first[list(COSTS)])
@@ -332,11 +390,12 @@ def rounds_to(
     """Returns a table of text: mean rounds, megabytes and seconds to some scores."""
     columns = {}
     costs = {x: title for x, title in COSTS.items() if table[x].notna().any()}
+    goal = functools.partial(metrics.quantity, metrics.split(headline)[1])
     for level in levels:
         groups = to_target(table, level, headline).groupby("label", sort=False)
         for cost, title in costs.items():
             means = groups[cost].agg(lambda x: x.mean(skipna=False))
-            columns[f"{title} to {level:g}"] = means.map(number)
+            columns[f"{title} to {goal(level)}"] = means.map(number)
     return pd.DataFrame(columns).replace("", "never").rename_axis("method")
 
 
@@ -362,11 +421,14 @@ def comparison(
       cost: also counts the operations of local training, see `flops`.
     """
     (name, better), known = runs[0].headline, {str(run.path): run for run in runs}
+    unit = metrics.label(name)
+    if (rows["score"] == attacks.BENIGN + name).any():
+        unit, rows = f"{unit} of benign clients", benign(rows, name)
     floor = rows[rows["score"] == metrics.baseline(name)]
     if floor.groupby(["point", "seed"])["macro"].nunique().max() == 1:
         floor = floor.drop_duplicates(["point", "seed"])
         rows = pd.concat([rows, floor.assign(label=FLOOR, score=name)])
-    seeds, unit = over_seeds(rows), metrics.label(name)
+    seeds = over_seeds(rows)
     shown = {
         f"{unit} before": ("pre", "macro"),
         "worst 10 %": ("pre", "worst10"),
@@ -396,8 +458,7 @@ def above_local(runs: Sequence[Run]) -> dict[str, float]:
     shown = {str(run.path): run for run in runs}
     last, group = {}, {}
     for path, run in shown.items():
-        rows = run.scores[run.scores["score"] == run.headline[0]]
-        last[path] = rows[rows["point"] == "post"].groupby("client")["value"].last()
+        last[path] = last_scores(run, run.headline[0])["post"]
         group[path] = tuple(run.config.get(name) for name in (*DATA, "seed"))
     local = {group[x]: last[x] for x in shown if shown[x].config["algo"] == "local"}
     found = {}
@@ -487,8 +548,24 @@ def render(table: pd.DataFrame, style: str = "markdown") -> str:
     if style == "markdown":
         return flat.to_markdown(index=False, disable_numparse=True)
     if style == "latex":
-        return flat.to_latex(index=False, escape=True).replace("±", r"$\pm$")
+        return latex(table)
     return flat.to_csv(index=False) if style == "csv" else flat.to_html(index=False)
+
+
+def latex(table: pd.DataFrame, better: str = "max") -> str:
+    """Returns a tabular with the papers' names of methods and the best scores in bold,
+    without seconds."""
+    shown = table.drop(columns=[x for x in table if "seconds" in x])
+    rows = shown.drop(index=FLOOR, errors="ignore")
+    for column in shown if len(rows) > 1 else ():
+        if column.endswith((" before", " after", "worst 10 %")):
+            values = rows[column].str.extract(r"(-?[\d.]+)")[0].astype(float)
+            best = values.index[values == values.agg(better)]
+            shown.loc[best, column] = "BEST" + shown.loc[best, column]
+    names = [text.proper(str(name)) for name in shown.index]
+    flat = shown.set_axis(names).rename_axis("method").reset_index()
+    made = flat.to_latex(index=False, escape=True).replace("±", r"$\pm$").rstrip()
+    return re.sub(r"BEST(.*?) (?=[&\\])", r"\\textbf{\1} ", made)
 
 
 def notes(runs: Sequence[Run]) -> list[str]:

@@ -8,24 +8,31 @@ A sweep runs all combinations. Values are separated by commas, and by semicolons
 one may have a comma in it (--model="mlp;cnn,lenet"). The same command continues where
 it stopped. Runs that differ in their seed and numeric values only can be one compiled
 program (--runs_at_once). With --select, validation scores choose among the values of
-each method, and only the test scores of the chosen ones are shown.
+each method. selection.json names the chosen runs, and only their test scores are shown.
 """
 
 import itertools
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import federate
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, config as settings, metrics, results
+from fedjax_pfl.experiment import (
+    cli,
+    config as settings,
+    metrics,
+    results,
+    selection,
+    text,
+)
 from fedjax_pfl.experiment.build import room
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -90,14 +97,17 @@ def run(argv: Sequence[str]) -> int:
 
 def sweep(argv: Sequence[str]) -> int:
     """Runs the command `sweep` and returns its exit code."""
+    argv = ["--select=" if x == "--select" else x for x in argv]
     parsed = cli.parse(argv, SWEEP_FLAGS, __doc__ or "")
     given, user, by = parsed.given, parsed.settings(), parsed.given.get("select")
     name = user.get("preset") or user.get("dataset", "digits")
     name = settings.file_name([name, *settings.changes(user)])
     root = Path(given.get("root", f"runs/{name}"))
     found = members(user, root, given.get("seeds"))
-    if by and not (by.startswith("val/") and all(m.config.val_fraction for m in found)):
-        raise InputError("--select needs a validation score, val/NAME, --val_fraction.")
+    if by and not by.startswith("val/"):
+        raise InputError(f"--select={by} must be a validation score, as val/acc.")
+    if by is not None and not all(member.config.val_fraction for member in found):
+        raise InputError("--select needs --val_fraction.")
     cli.start(given)
     return run_all(found, given.get("runs_at_once", "auto"), by)
 
@@ -167,20 +177,16 @@ def run_all(
 
     Args:
       at_once: runs of one program: a number, "all" or "auto".
-      by: validation score that chooses among the values of a method.
+      by: validation score that chooses among the values of a method; "": val/ and the
+        headline.
 
     Raises:
       InputError: a directory holds a run of other settings; nothing was run.
     """
 
-    def line(directory: RunDirectory) -> str:
-        found = directory.summary["scores"]
-        name = directory.summary["headline"]["score"]
-        columns = [by] if by else [f"pre/{name}", f"post/{name}"]
-        return ", ".join(f"{x} {found.get(x, np.nan):.4f}" for x in columns)
-
     found = [Member(_resumed(member), member.directory) for member in found]
     codes, left = [0], _groups(found, at_once)
+    line = _Progress(len(found), sum(map(len, left)), by)
     rooms: dict[str, Sequence[int]] = {}
     while left:
         group = left.pop(0)
@@ -190,7 +196,7 @@ def run_all(
             rooms[kind] = room(same) if len(same) > 1 else federate.ROOM
         try:
             configs, directories = zip(*group, strict=True)
-            codes.append(execute(directories, configs, rooms[kind], line, by is None))
+            codes.append(execute(directories, configs, rooms[kind], line))
         except InputError as error:
             print(error, file=sys.stderr)
             codes += [cli.BAD_INPUT] if len(group) == 1 else []
@@ -201,6 +207,27 @@ def run_all(
     if done and jax.process_index() == 0:
         show(done, by)
     return next(filter(None, codes), 0)
+
+
+class _Progress:
+    """The line about a finished run: its number, the time left, its scores."""
+
+    def __init__(self, runs: int, left: int, by: str | None):
+        self._runs, self._left, self._todo, self._by = runs, left, left, by
+        self._begin = time.monotonic()
+
+    def __call__(self, directory: RunDirectory) -> str:
+        summary, self._left = directory.summary, self._left - 1
+        found, name = summary["scores"], summary["headline"]["score"]
+        shown = [f"pre/{name}", f"post/{name}"]
+        if self._by is not None:
+            shown = [self._by or f"val/{name}"]
+        scores = [f"{x} {metrics.quantity(x, found[x])}" for x in shown if x in found]
+        spent = time.monotonic() - self._begin
+        left = self._left * spent / (self._todo - self._left)
+        time_left = f", {text.duration(left)} left" * bool(self._left)
+        number = f"run {self._runs - self._left} of {self._runs}{time_left}"
+        return f"{number}: {directory.path.name}: {', '.join(scores)}"
 
 
 def _resumed(member: Member) -> Config:
@@ -236,18 +263,13 @@ def _kind(config: Config) -> str:
 
 
 def show(runs: Sequence[results.Run], by: str | None) -> None:
-    """Prints the comparison of finished runs; with `by` of the chosen ones only."""
-    table, headline = results.last(results.frame(runs)), runs[0].headline
-    if by:
-        point, score, _ = metrics.split(by)
-        seeds = results.over_seeds(table).xs((point, score), level=("point", "score"))
-        means = seeds["macro", "mean"]
-        print(f"\n{by}, over seeds:\n{seeds['macro'].to_string()}")
-        algos = table.drop_duplicates("label").set_index("label")["algo"]
-        sign = 1 if metrics.better(score, headline) == "max" else -1
-        chosen = (sign * means).groupby(algos.reindex(means.index)).idxmax()
-        print(f"Chosen: {'; '.join(chosen)}.")
-        table = table[table["label"].isin(chosen)]
-        runs = [run for run in runs if str(run.path) in set(table["run"])]
-    print(f"\n{results.comparison(runs, table).to_string()}")
-    print(f"All results: fedjax-pfl report {runs[0].path.parent} [--format=html]")
+    """Prints the comparison of finished runs; with `by` of the chosen ones only, whose
+    names are written to selection.json."""
+    root, name = runs[0].path.parent, runs[0].headline[0]
+    if by is not None:
+        content = selection.write(root, selection.choose(runs, by or f"val/{name}"))
+        print(f"\n{selection.grid(runs, content).to_string()}")
+        print(*selection.sentences(content), sep="\n")
+        runs = results.find([root])
+    print(f"\n{results.comparison(runs, results.final(runs)).to_string()}")
+    print(f"All results: fedjax-pfl report {root} [--format=html]")

@@ -66,6 +66,92 @@ ALIASES: dict[str, dict[str, str]] = {
     },
 }
 
+# the papers' names of the methods
+METHODS = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedavg_ft": "FedAvg, fine-tuned",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "per_fedavg": "Per-FedAvg",
+    "pfedme": "pFedMe",
+    "fedper": "FedPer",
+    "fedrep": "FedRep",
+    "lg_fedavg": "LG-FedAvg",
+    "fedbabu": "FedBABU",
+    "fedbn": "FedBN",
+    "fedma": "FedMA",
+    "pfedma": "FedMA, fine-tuned",
+    "fedrod": "FedRoD",
+    "ditto": "Ditto",
+    "apfl": "APFL",
+    "fedamp": "FedAMP",
+    "fedphp": "FedPHP",
+    "fedala": "FedALA",
+    "fedfomo": "FedFomo",
+    "pfedhn": "pFedHN",
+    "mocha": "MOCHA",
+    "fedproto": "FedProto",
+    "fd": "FD",
+    "fml": "FML",
+    "fedkd": "FedKD",
+    "fedapen": "FedAPEN",
+    "mnfl": "MNFL",
+    "mnfl_het": "MNFL",
+    "fedmd": "FedMD",
+    "sim_pfd": "Sim-pFD",
+    "topk_pfd": "TopK-pFD",
+    "feddf": "FedDF",
+    "pfeddf": "FedDF, fine-tuned",
+    "fedem": "FedEM",
+    "fedcp": "FedCP",
+    "feddva": "FedDVA",
+    "pfedc": "pFedC",
+    "privacy_pfedc": "Privacy-pFedC",
+    "pfedafm": "pFedAFM",
+    "moon": "MOON",
+    "feddyn": "FedDyn",
+    "fedlc": "FedLC",
+    "fedntd": "FedNTD",
+    "feddbe": "FedDBE",
+    "knn_per": "kNN-Per",
+    "fedadmm": "FedADMM",
+    "fedgh": "FedGH",
+    "fedpac": "FedPAC",
+    "fedas": "FedAS",
+    "fedtgp": "FedTGP",
+    "pfedsim": "pFedSim",
+    "fedcac": "FedCAC",
+    "gpfl": "GPFL",
+    "fedmtl": "FedMTL",
+    "fedmrl": "FedMRL",
+    "fedgen": "FedGen",
+    "fedpcl": "FedPCL",
+    "apple": "APPLE",
+    "ccvr": "CCVR",
+    "fedl2g": "FedL2G",
+    "fedsr": "FedSR",
+    "pfl_da": "PFL-DA",
+    "fedcross": "FedCross",
+    "cfl": "CFL",
+    "fednova": "FedNova",
+    "hetlora": "HetLoRA",
+    "pfedlora": "pFedLoRA",
+    "pfedfda": "pFedFDA",
+    "floco": "Floco",
+    "fedap": "FedAP",
+    "pfedla": "pFedLA",
+    "pefll": "PeFLL",
+    "fedssa": "FedSSA",
+    "flute": "FLUTE",
+}
+
+
+def proper(label: str) -> str:
+    """Returns a label, as `ditto, lam=1`, with the paper's name of its method."""
+    method, comma, rest = label.partition(",")
+    return METHODS.get(method, method) + comma + rest
+
 
 def hint(kind: str, name: str, known: Iterable[str]) -> str:
     """Returns a sentence with the name that was probably meant, or an empty text."""
@@ -91,6 +177,13 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
 def plural(number: int, noun: str) -> str:
     """Returns a number with its noun, such as `1 round` and `12,000 rounds`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time to read, such as `40 s`, `3 min` and `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def summary(thing: Any) -> str:

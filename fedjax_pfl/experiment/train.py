@@ -205,7 +205,6 @@ def execute(
     configs: Sequence[settings.Config],
     room: Sequence[int] = federate.ROOM,
     show: Callable[[RunDirectory], str] | None = None,
-    progress: bool = True,
 ) -> int:
     """Runs experiments into their directories, from the start or the last checkpoint.
 
@@ -213,8 +212,8 @@ def execute(
 
     Args:
       room: as of `build`.
-      show: returns the text about a finished run; None: `closing`.
-      progress: shows the rounds.
+      show: returns the text about a finished run of several; None: one run, with
+        `describe`, its rounds and `closing`.
 
     Returns:
       the exit code.
@@ -229,7 +228,7 @@ def execute(
             stack.callback(directory.unlock)
         if not all(map(complete, directories, configs)):
             try:
-                failed = _execute(directories, configs, room, progress)
+                failed = _execute(directories, configs, room, show is None)
             except standard.Stopped as stopped:
                 say(f"Stopped; --resume --workdir={directories[0].path} continues.")
                 return 128 + int(stopped.args[0])
@@ -246,7 +245,7 @@ def _execute(
     directories: Sequence[RunDirectory],
     configs: Sequence[settings.Config],
     room: Sequence[int],
-    progress: bool,
+    alone: bool,
 ) -> dict[int, DivergenceError]:
     """Returns the errors of the runs that diverged, by index."""
     experiments = build_at_once(configs, room)
@@ -257,13 +256,15 @@ def _execute(
         raise InputError("Runs at once must go on from the same round.")
     if configs[0].init_from is not None and not start:
         states = [warm_start.start(each) for each in experiments]
-    say(describe(experiments[0], directories))
+    if alone:
+        say(describe(experiments[0], directories))
     begin = time.perf_counter()
     functions = compiled(experiments)
     spent = round(time.perf_counter() - begin, 3)
     interrupt = standard.Interrupt()
     each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
-    each[0] += [interrupt, standard.ProgressBar()] if progress else [interrupt]
+    bar = alone or sys.stdout.isatty()
+    each[0] += [interrupt, standard.ProgressBar()] if bar else [interrupt]
     for directory in directories:
         seconds = directory.summary.get("seconds", {})
         directory.summarize(status="running", seconds=seconds | {"compile": spent})

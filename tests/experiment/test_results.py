@@ -98,9 +98,9 @@ def test_rounds_to_a_target(sweep):
     micro = results.to_target(table, 0.71, "pre/acc/micro")
     assert micro.loc[str(sweep[0].path), "completed"] == 2
     text = results.rounds_to(table, [0.7, 0.84], "pre/acc")
-    assert text.loc["fedavg", "rounds to 0.7"] == "2"
-    assert text.loc["fedavg", "rounds to 0.84"] == "never"  # one of two seeds
-    assert text.loc["local", "MB to 0.7"] == "never"
+    assert text.loc["fedavg", "rounds to 70.0 %"] == "2"
+    assert text.loc["fedavg", "rounds to 84.0 %"] == "never"  # one of two seeds
+    assert text.loc["local", "MB to 70.0 %"] == "never"
 
 
 def test_the_share_of_clients_above_local(sweep):

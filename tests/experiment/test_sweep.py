@@ -63,12 +63,13 @@ def test_seeds_at_once_are_the_runs_one_by_one(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_validation_score_chooses(tmp_path, capsys):
     argv = ["--algo=fedavg", *SMALL, *LENGTH, "--lr=0.0001,0.1", f"--root={tmp_path}"]
-    given = ["--val_fraction=0.2", "--select=val/acc"]
+    given = ["--val_fraction=0.2", "--select"]
     assert run(*argv, *given, command=sweep.sweep) == 0
     text = capsys.readouterr().out
-    assert "Chosen: fedavg, lr=0.1" in text
-    shown = text.partition("Chosen:")[2]
-    assert "lr=0.0001" not in shown and "round 1/2" not in text
+    assert "Chosen by val/acc: fedavg, lr=0.1." in text
+    shown = text.partition("lr=0.1 of 0.0001, 0.1.")[2]
+    assert shown and "lr=0.0001" not in shown and "round 1/2" not in text
+    assert text.startswith("run 1 of 2, ") and "\nrun 2 of 2: fedavg-lr=0.1-" in text
     assert run(*argv, *given, command=sweep.sweep) == 0  # nothing is left to run
     other = [*argv, *given, "--epochs=2"]
     assert run(*other, command=sweep.sweep) == 2
