@@ -126,7 +126,7 @@ def check(run: results.Run, mixed: bool = False) -> None:
         )
     if set(run.experiment.networks) - set(nets):
         raise InputError(
-            f"--run has the network {config.model}: it must be one of "
+            f"--run has the network {config.model.name}: it must be one of "
             f"{', '.join(nets)}."
         )
     if mixed and (shape := run.experiment.dataset.x.shape[1:]) != (32, 32, 3):
@@ -186,7 +186,7 @@ def network(run: results.Run) -> Any:
 
     e = run.experiment
     layers = pytorch._network(
-        run.experiment.config.model, e.dataset.x.shape[1:], e.dataset.num_classes
+        run.experiment.config.model.name, e.dataset.x.shape[1:], e.dataset.num_classes
     )
     for parameter, value in zip(
         layers.parameters(), weights(run, e.task.model), strict=True

@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 
 from fedjax_pfl.algorithms.pfedc.task_maps import branches
-from fedjax_pfl.data import datasets
 from fedjax_pfl.data.partition import class_counts
 from fedjax_pfl.experiment import cli, config, results
-from fedjax_pfl.experiment.build import assign, load_data
+from fedjax_pfl.experiment.build import prepare
 
 SEEDS = (0, 1, 2)
 
@@ -48,10 +47,10 @@ def table(given: dict[str, object], maps: Sequence[str]) -> pd.DataFrame:
     rows = []
     for seed in SEEDS:
         settings = config.resolve(given | {"seed": seed})
-        data = datasets.subset(load_data(settings), settings.data_fraction, seed)
-        counts = class_counts(assign(settings, data), data)
+        data = prepare(settings.data, settings.partition, settings.model, seed)
+        counts = class_counts(data.everybody, data.dataset)
         for name in maps:
-            of = branches(data, name).of  # type: ignore[arg-type]  # needs the classes
+            of = branches(data.dataset, name).of  # type: ignore[arg-type]  # needs the classes
             rows.append({"tasks": name} | scores(of, counts))
     found = pd.DataFrame(rows).groupby("tasks", sort=False).agg(["mean", "std"])
     return found.round(2)

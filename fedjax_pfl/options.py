@@ -21,6 +21,7 @@ class Options(dict[str, Factory]):
       given: names of the arguments that the caller gives.
       own: makes the option of a user's function FILE.py:NAME, its first argument, and
         of what the caller gives; None: the function itself is the option.
+      listed: texts are NAME:VALUE,VALUE,... of one value each, and make a list.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Options(dict[str, Factory]):
         factories: Mapping[str, Factory],
         given: Collection[str] = (),
         own: Factory | None = None,
+        listed: bool = False,
     ):
         super().__init__(factories)
-        self.kind, self.given, self.own = kind, given, own
+        self.kind, self.given, self.own, self.listed = kind, given, own, listed
 
     def read(self, text: str) -> Factory:
         """Returns a function of the caller's arguments, by keyword, that makes the
@@ -46,13 +48,18 @@ class Options(dict[str, Factory]):
             if self.own is None:
                 return lambda **given: function
             return _called(self.own, {"function": function})
+        if self.listed:
+            each = [self._read(name, f"{colon}{word}") for word in rest.split(",")]
+            return lambda **given: [make(**given) for make in each]
+        return self._read(name, f"{colon}{rest}")
+
+    def _read(self, name: str, text: str) -> Factory:
         factory = self[choose(self.kind, name, self)]
+        given = text[1:] if text else None
         try:
-            values = hyperparameters.values(
-                factory, rest if colon else None, self.given
-            )
+            values = hyperparameters.values(factory, given, self.given)
         except InputError as error:
-            raise InputError(f"--{self.kind}={text}: {error}") from None
+            raise InputError(f"--{self.kind}={name}{text}: {error}") from None
         return _called(factory, values)
 
     def arguments(self, name: str) -> list[hyperparameters.Hyperparameter]:

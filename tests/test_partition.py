@@ -785,7 +785,9 @@ def test_official_validation_examples_are_the_clients_validation_part(spec):
     assert np.array_equal(test, np.arange(160, 220))
     some = data.take(np.append(np.arange(100, 150), np.arange(200, 220)), 50)
     assert some.validation.sum() == 30 and not some.validation[:20].any()
-    with pytest.raises(InputError, match=r"`val_fraction` must be 0, .* own validation"):
+    with pytest.raises(
+        InputError, match=r"`val_fraction` must be 0, .* own validation"
+    ):
         partitioners.partition(
             data, spec, num_clients=5, seed=0, test_split="official", val_fraction=0.1
         )

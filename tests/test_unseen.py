@@ -16,7 +16,7 @@ from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.unseen import among, obstacle, scorer
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import build, draw_unseen
-from fedjax_pfl.experiment.config import Config, resolve
+from fedjax_pfl.experiment.config import resolve
 from fedjax_pfl.types import State
 
 
@@ -35,18 +35,15 @@ def test_marks_are_of_everybody():
 
 def test_of_each_architecture_some_do_not_train_and_some_do():
     of = np.arange(11) % 3
-    ids, apart = draw_unseen(Config(unseen=0.25), of)
+    ids, apart = draw_unseen(0.25, of, 0)
     assert np.array_equal(np.sort(np.append(ids, apart)), np.arange(11))
     assert np.array_equal(np.bincount(of[apart]), [1, 1, 1])
     with pytest.raises(InputError, match="leaves no client"):
-        draw_unseen(Config(unseen=0.25), np.array([0, 0, 1]))
+        draw_unseen(0.25, np.array([0, 0, 1]), 0)
 
 
 def test_each_seed_draws_others_and_they_are_as_recorded():
-    found = [
-        draw_unseen(Config(unseen=0.2, seed=seed), np.zeros(20, int))[1].tolist()
-        for seed in (0, 1)
-    ]
+    found = [draw_unseen(0.2, np.zeros(20, int), seed)[1].tolist() for seed in (0, 1)]
     assert found == RECORDED
 
 

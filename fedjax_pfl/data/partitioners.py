@@ -6,6 +6,7 @@ assigned exactly once (except by pathological_subset).
 """
 
 import heapq
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -651,3 +652,12 @@ RULES: dict[str, Callable[..., np.ndarray]] = {
         lognormal,
     )
 }
+
+
+def rules_of(argument: str) -> list[str]:
+    """Returns the names of the rules that take an argument."""
+    return [
+        name
+        for name, rule in RULES.items()
+        if argument in inspect.signature(rule).parameters
+    ]

@@ -85,7 +85,7 @@ def label_permutation(seed: Annotated[int, Ge(0)]) -> Shift:
 
 _IMAGES = (rotate, invert, colour, noise, blur, contrast)
 _CLASSES = (label_offset, label_permutation)
-SHIFTS = Options("shift", {x.__name__: x for x in (*_IMAGES, *_CLASSES)})
+SHIFTS = Options("shift", {x.__name__: x for x in (*_IMAGES, *_CLASSES)}, listed=True)
 
 
 def shift(dataset: Dataset, partition: Partition, spec: str, seed: int) -> Dataset:
@@ -131,8 +131,8 @@ def shift(dataset: Dataset, partition: Partition, spec: str, seed: int) -> Datas
 
 def parse(spec: str) -> list[Shift]:
     """Returns the shift of each value of KIND:V1,V2,...; InputError if it is none."""
-    kind, colon, values = spec.partition(":")
-    return [SHIFTS.read(f"{kind}{colon}{value}")() for value in values.split(",")]
+    found: list[Shift] = SHIFTS.read(spec)()
+    return found
 
 
 def _labels(

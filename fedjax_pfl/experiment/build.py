@@ -51,8 +51,8 @@ from fedjax_pfl.engine import (
 from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config as settings, task_options, text
+from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.experiment import config as settings, groups, task_options, text
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
@@ -174,41 +174,29 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
       InputError: the settings do not fit each other or the data.
     """
     config = settings.complete(config)
-    whole = load_data(config)
-    dataset, public = divided(config, whole)
-    unmarked = dataset
-    everybody = assign(config, dataset)
-    kinds: tuple[str, ...] = ()
-    if config.marks:
-        dataset, kinds = marks.mark(dataset, everybody, config.seed)
-    if config.shift is not None:
-        dataset = shifts.shift(dataset, everybody, config.shift, config.seed)
-    if config.model == "auto":
-        config = config.replace(model=usual_model(dataset))
+    data = prepare(config.data, config.partition, config.model, config.seed)
+    dataset, everybody, public = data.dataset, data.everybody, data.public
     config = config.replace(clients=len(everybody.train))
-    warn_of_data(config, unmarked)
-    _, of = architectures(config.model, len(everybody.train))
-    trained, others = draw_unseen(config, of)
+    if config.model.name == "auto":
+        config = config.replace(model=usual_model(dataset))
+    names, of = architectures(config.model.name, len(everybody.train))
+    warn_of_data(config.data, data.unmarked, names)
+    trained, others = draw_unseen(config.unseen, of, config.seed)
     if dataset.words is not None:
-        dataset = with_vocabulary(config, dataset, select(everybody, trained))
+        folders = pretrained.folders(config.model.name)
+        dataset = with_vocabulary(dataset, select(everybody, trained), folders)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
-    task = make_task(config, dataset, everybody)
+    everyone = make_task(config, dataset, everybody)
     if public is not None:
-        task = simulate.with_public(task, public)
+        everyone = simulate.with_public(everyone, public)
     if config.feature_cache is not None:
-        given = task, dataset, public
-        task, dataset, public = features.cached(*given, dtype=config.feature_cache)
-    partition, everyone = select(everybody, trained), task
-    task = unseen.among(everyone, trained)
-    task = task._replace(sampling=task_options.sampling(config, task))
-    validate.batches(task)
+        given = everyone, dataset, public
+        everyone, dataset, public = features.cached(*given, dtype=config.feature_cache)
+    partition = select(everybody, trained)
+    task, schedule = for_server(config, unseen.among(everyone, trained), trained)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
-    schedule = None
-    if (rule := task_options.rule(config)) is not None:
-        schedule = timetable(config, task, rule, trained)
-        task = asynchronous.task_of(task, rule)
     config = lay_out(config, task)
     program = make_program(config, task, schedule, laid_out=True)
     program = with_validation(program, partition)
@@ -222,11 +210,11 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         away = Unseen(others, rows, theirs, unseen.among(everyone, others))
         unseen_scorer(config, task, away)
     factory, hparams = method(config)
-    size = max(len(whole.y), tfds.SIZES.get(whole.name, 0))
+    size = max(len(data.whole.y), tfds.SIZES.get(data.whole.name, 0))
     return Experiment(
         config=config,
         dataset=dataset,
-        unmarked=unmarked,
+        unmarked=data.unmarked,
         public=public,
         everybody=everybody,
         partition=partition,
@@ -234,24 +222,73 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task=task,
         program=program,
         headline=headline(task, factory(task, **hparams)),
-        networks=network_names(config, len(everybody.train))[trained],
+        networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),
-        examples={"used": len(dataset.y), "available": len(whole.y), "of": size},
-        marks=kinds,
+        examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
+        marks=data.marks,
         unseen=away,
         schedule=schedule,
     )
 
 
-def timetable(
-    config: Config, task: Task, rule: asynchronous.Rule, trained: np.ndarray
-) -> Schedule:
-    """Returns the schedule of an asynchronous run.
+class Prepared(NamedTuple):
+    """Data of an experiment, divided among its clients."""
+
+    whole: datasets.Dataset
+    unmarked: datasets.Dataset  # without the examples of `public`
+    dataset: datasets.Dataset  # with marks or a shift
+    public: datasets.Dataset | None
+    everybody: Partition
+    marks: tuple[str, ...]
+
+
+def prepare(
+    data: groups.Data, partition: groups.Partition, model: groups.Model, seed: int
+) -> Prepared:
+    """Returns the data of the settings."""
+    whole = load(data, model, seed)
+    unmarked, public = divided(data, whole, seed)
+    everybody = assign(partition, unmarked, seed)
+    dataset, kinds = unmarked, tuple[str, ...]()
+    if data.marks:
+        dataset, kinds = marks.mark(dataset, everybody, seed)
+    if data.shift is not None:
+        dataset = shifts.shift(dataset, everybody, data.shift, seed)
+    return Prepared(whole, unmarked, dataset, public, everybody, kinds)
+
+
+def for_server(
+    config: Config, task: Task, trained: np.ndarray
+) -> tuple[Task, Schedule | None]:
+    """Returns the task of the clients that train, with their draw, and the schedule of
+    an asynchronous run.
 
     Args:
       task: with the participation of the settings.
       trained: ids of the clients that train among all.
     """
+    draw = task_options.SAMPLINGS.read(config.sampling)(task=task)
+    task = task._replace(sampling=draw)
+    validate.batches(task)
+    rule = rule_of(config.server)
+    if rule is None:
+        return task, None
+    schedule = timetable(config, task, rule, trained)
+    return asynchronous.task_of(task, rule), schedule
+
+
+def rule_of(server: groups.Server) -> asynchronous.Rule | None:
+    """Returns the rule of --asynchronous."""
+    if server.asynchronous is None:
+        return None
+    staleness = task_options.STALENESS.read(server.staleness)()
+    return task_options.RULES.read(server.asynchronous)(staleness=staleness)
+
+
+def timetable(
+    config: Config, task: Task, rule: asynchronous.Rule, trained: np.ndarray
+) -> Schedule:
+    """Returns the schedule of an asynchronous run."""
     given = config.speeds, config.bandwidths
     everybody = clock.clients(*given, int(config.clients or 0), config.seed)
     speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
@@ -274,28 +311,33 @@ def timetable(
 _load = functools.lru_cache(2)(loading.load)  # for all runs of a sweep
 
 
-def load_data(config: Config) -> datasets.Dataset:
-    """Returns the data set of the settings, all of its examples."""
-    seed = config.seed if user_code.named(config.dataset) else 0
-    tokenizer, folders = config.tokenizer, pretrained.folders(config.model)
+def load(data: groups.Data, model: groups.Model, seed: int) -> datasets.Dataset:
+    """Returns the data set of the settings, all of its examples; texts have the tokens
+    of a pretrained network, unless --tokenizer is given."""
+    tokenizer, folders = data.tokenizer, pretrained.folders(model.name)
     if tokenizer is None and folders:
         tokenizer = pretrained.tokenizer(folders[0])
-    return _load(
-        config.dataset,
-        config.data_dir,
-        seed,
+    found = _load(
+        data.dataset,
+        data.data_dir,
+        seed if user_code.named(data.dataset) else 0,
         tokenizer=tokenizer,
-        max_length=config.max_length,
-        image_size=config.image_size,
+        max_length=data.max_length,
+        image_size=data.image_size,
     )
+    for name in ("tokenizer", "max_length"):
+        if found.words is None and getattr(data, name) is not None:
+            raise InputError(
+                f"--{name} has no effect on {data.dataset}: it has no texts."
+            )
+    return found
 
 
 def with_vocabulary(
-    config: Config, dataset: datasets.Dataset, trained: Partition
+    dataset: datasets.Dataset, trained: Partition, folders: Sequence[str]
 ) -> datasets.Dataset:
-    """Returns a data set of tokens with the vocabulary of the pretrained network, else
-    that of the clients that train."""
-    folders = pretrained.folders(config.model)
+    """Returns a data set of tokens with the vocabulary of the pretrained network in the
+    first folder, else that of the clients that train."""
     if folders:
         return tokens.using(dataset, pretrained.words(folders[0]))
     return tokens.restricted(dataset, flat(trained.train, trained.train_sizes))
@@ -309,15 +351,17 @@ def usual_model(dataset: datasets.Dataset) -> str:
     return "cnn" if len(shape) == 3 and min(shape[:2]) >= 16 else "mlp"
 
 
-def warn_of_data(config: Config, dataset: datasets.Dataset) -> None:
+def warn_of_data(
+    data: groups.Data, dataset: datasets.Dataset, models: Sequence[str]
+) -> None:
     """Logs a warning for each unusual property of the user's own data."""
-    own = config.dataset.startswith("npz:") or user_code.named(config.dataset)
-    names, _ = architectures(config.model, config.clients or 1)
+    if not (data.dataset.startswith("npz:") or user_code.named(data.dataset)):
+        return
     embedding = {factory.__name__ for factory in TEXT}
     as_numbers = not all(
-        user_code.named(x) or x in embedding or pretrained.folder(x) for x in names
+        user_code.named(x) or x in embedding or pretrained.folder(x) for x in models
     )
-    for sentence in datasets.unusual(dataset, as_numbers) if own else ():
+    for sentence in datasets.unusual(dataset, as_numbers):
         logging.warning("%s", sentence)
 
 
@@ -325,58 +369,72 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        rows = assign(config, divided(config, load_data(config))[0])
+        whole = load(config.data, config.model, config.seed)
+        dataset, _ = divided(config.data, whole, config.seed)
+        rows = assign(config.partition, dataset, config.seed)
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
 
-def assign(config: Config, dataset: datasets.Dataset) -> Partition:
+def assign(
+    partition: groups.Partition, dataset: datasets.Dataset, seed: int
+) -> Partition:
     """Returns the partition of all clients."""
-    spec = config.partition
-    own = spec.startswith("file:") or user_code.named(spec)
-    options = {} if own else {name: getattr(config, name) for name in settings.BY_FILE}
+    own = () if partition.given else groups.BY_FILE
+    options = {name: getattr(partition, name) for name in own}
     return partitioners.partition(
-        dataset, spec, num_clients=config.clients, seed=config.seed, **options
+        dataset, partition.rule, num_clients=partition.clients, seed=seed, **options
     )
 
 
 def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -> Task:
     """Returns the task of all clients."""
-    names, of = architectures(config.model, len(partition.train))
-    models = {name: network(config, dataset, name) for name in dict.fromkeys(names)}
+    names, of = architectures(config.model.name, len(partition.train))
+    models = {name: network(config.model, dataset, name) for name in names}
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
-        shared = network(config, dataset, config.shared_model)
-    rule: Any
-    if user_code.named(config.optimizer):
-        rule = user_code.load("optimizer", config.optimizer)
-    else:
-        rule = optimizer(
-            config.optimizer, config.momentum, config.weight_decay, config.clip
-        )
+        shared = network(config.model, dataset, config.shared_model)
     per_example = None
     if config.dp == "example":
         noise = config.dp_noise or 0.0
         per_example = differential_privacy.per_example(config.dp_clip, noise)
+    counts = class_counts(partition, dataset)
     return simulate.task(
         dataset,
         partition,
         [models[name] for name in names],
         architecture=of,
         shared=shared,
-        lr=config.lr,
-        optimizer=rule,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        steps=config.steps,
         rounds=config.rounds,
-        participation=settings.participation(config.participation),
-        drop_last=config.drop_last,
+        participation=config.server.participants,
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
         per_example=per_example,
-        **task_options.chosen(config, class_counts(partition, dataset)),
+        metrics=tuple(x for x in config.metrics.split(",") if x != "acc"),
+        **local_work(config.local, config.rounds, counts),
     )
+
+
+def local_work(local: groups.Local, rounds: int, counts: np.ndarray) -> dict[str, Any]:
+    """Returns the fields of a task about local training.
+
+    Args:
+      counts: [N, C] examples of the classes.
+    """
+    rule: Any
+    if user_code.named(local.optimizer):
+        rule = user_code.load("optimizer", local.optimizer)
+    else:
+        given = local.momentum, local.weight_decay, local.clip
+        rule = optimizer(local.optimizer, *given)
+    schedule = task_options.SCHEDULES.read(local.schedule)
+    names = ("lr", "batch_size", "epochs", "steps", "drop_last")
+    return {name: getattr(local, name) for name in names} | {
+        "optimizer": rule,
+        "loss": task_options.LOSSES.read(local.loss)(class_counts=counts),
+        "mix": task_options.MIXES.read(local.mix)(),
+        "schedule": schedule(rounds=max(rounds, 1)),
+    }
 
 
 def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
@@ -428,7 +486,7 @@ def make_program(
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
     if laid_out:
         options |= {"width": int(config.width), "devices": int(config.devices)}
-    rule = task_options.rule(config)
+    rule = rule_of(config.server)
     if rule is not None and schedule is not None:
         return asynchronous.program(factory, task, rule, schedule, hparams, **options)
     make = host_state.program if config.client_memory == "host" else simulate.program
@@ -449,14 +507,20 @@ def with_validation(
     return program._replace(evaluate=evaluate) if partition.val_sizes.any() else program
 
 
-def draw_unseen(config: Config, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids of clients that train, and of those that do not, of each network."""
-    rng, away = np.random.default_rng([config.seed, 1]), np.zeros(len(of), bool)
-    for group in np.unique(of) if config.unseen else ():
+def draw_unseen(
+    fraction: float, of: np.ndarray, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids of clients that train, and of those that do not, of each network.
+
+    Args:
+      of: [N] index of each client's network.
+    """
+    rng, away = np.random.default_rng([seed, 1]), np.zeros(len(of), bool)
+    for group in np.unique(of) if fraction else ():
         ids = np.flatnonzero(of == group)
-        count = max(1, round(config.unseen * len(ids)))
+        count = max(1, round(fraction * len(ids)))
         if count >= len(ids):
-            raise InputError(f"--unseen={config.unseen} leaves no client to train.")
+            raise InputError(f"--unseen={fraction} leaves no client to train.")
         away[rng.permutation(ids)[:count]] = True
     return np.flatnonzero(~away), np.flatnonzero(away)
 
@@ -488,30 +552,30 @@ def lay_out(config: Config, task: Task) -> Config:
 
 
 def divided(
-    config: Config, whole: datasets.Dataset
+    data: groups.Data, whole: datasets.Dataset, seed: int
 ) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Returns the clients' data set and the public examples: those of another data set,
     or training examples of the clients' own that no client gets."""
-    dataset = datasets.subset(whole, config.data_fraction, config.seed)
-    if config.public is None:
+    dataset = datasets.subset(whole, data.data_fraction, seed)
+    if data.public is None:
         return dataset, None
-    head, _, count = config.public.rpartition(":")
-    name = head if count.isdecimal() else config.public
-    rng = np.random.default_rng(config.seed)
-    if name != config.dataset:
-        pool = loading.load(name, config.data_dir, config.seed)
-        if name == config.public:
+    name, count = groups.public(data.public)
+    rng = np.random.default_rng(seed)
+    if name != data.dataset:
+        pool = loading.load(name, data.data_dir, seed)
+        if count is None:
             return dataset, pool
-        rows = np.sort(rng.permutation(len(pool.y))[: int(count)])
+        check("public", count, 1, len(pool.y), whole=True)
+        rows = np.sort(rng.permutation(len(pool.y))[:count])
         return dataset, pool.take(rows, len(rows))
     n = dataset.num_train
-    if name == config.public or not 1 <= int(count) < n:
+    if count is None or count >= n:
         raise InputError(
-            f"--public={config.public} is the data set of the clients: give a number "
+            f"--public={data.public} is the data set of the clients: give a number "
             f"of its {n} training examples, as {name}:1000."
         )
     order = rng.permutation(n)
-    rows, rest = np.sort(order[: int(count)]), np.sort(order[int(count) :])
+    rows, rest = np.sort(order[:count]), np.sort(order[count:])
     kept = np.append(rest, np.arange(n, len(dataset.y)))
     return dataset.take(kept, len(rest)), dataset.take(rows, len(rows))
 
@@ -525,7 +589,7 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
     kind, _, rest = spec.partition(":")
     ids = np.arange(num_clients)
     if kind == "file":
-        words = Path(rest).expanduser().read_text(encoding="utf-8").split()
+        words = words_of(rest)
     else:
         listed = (rest if kind == "blocks" else spec).split(",")
         slots = (
@@ -540,29 +604,37 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
     return names, np.array([names.index(word) for word in words])
 
 
-def network_names(config: Config, num_clients: int) -> np.ndarray:
+def words_of(path: str) -> list[str]:
+    """Returns the words of a text file; InputError if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+
+
+def network_names(algo: str, model: str, num_clients: int) -> np.ndarray:
     """Returns the short name of each client's network [N]."""
-    if config.algo in OWN_NETWORKS:
+    if algo in OWN_NETWORKS:
         return np.full(num_clients, "own")
-    names, of = architectures(config.model, num_clients)
+    names, of = architectures(model, num_clients)
     brief = [user_code.short(name) for name in names]
     return np.array(brief if len(set(brief)) == len(names) else names)[of]
 
 
-def network(config: Config, dataset: datasets.Dataset, name: str) -> Model:
+def network(model: groups.Model, dataset: datasets.Dataset, name: str) -> Model:
     """Returns a network for the prepared inputs of a data set."""
     if pretrained.folder(name) is None:
         text.choose("model", name, MODELS)
     example = datasets.prepared(dataset)
-    options = (config.bn_stats, config.conv, config.compute_dtype, config.features)
+    options = (model.bn_stats, model.conv, model.compute_dtype, model.features)
     given = (name, example.shape[1:], dataset.num_classes, *options)
     more: dict[str, Any] = {
         "input_dtype": example.dtype,
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
     }
-    if config.adapt is not None:
-        more |= {"adapt": config.adapt, "base": config.base}
+    if model.adapt is not None:
+        more |= {"adapt": model.adapt, "base": model.base}
     if not user_code.named(name):
         return _known(*given, **more)
     with user_code.blamed("model", name):
@@ -675,13 +747,13 @@ def check_growth(e: Experiment, before: int) -> None:
 def digests(e: Experiment) -> dict[str, str]:
     """Returns hashes of the data, the partition, the networks and the user's files."""
     c, public = e.config, (e.public.x, e.public.y) if e.public else ()
-    names, _ = architectures(c.model, len(e.everybody.train))
-    code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition]
+    names, _ = architectures(c.model.name, len(e.everybody.train))
+    code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition.rule]
     code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
     # features differ in their last bits between devices
     data = e.unmarked if c.feature_cache else e.dataset
     base = jax.tree.leaves(base_variables(c.base)) if c.base else []
-    weights = " ".join(map(pretrained.digest, pretrained.folders(c.model)))
+    weights = " ".join(map(pretrained.digest, pretrained.folders(c.model.name)))
     return {
         "data": _digest(data.x, data.y),
         "public": _digest(*public),

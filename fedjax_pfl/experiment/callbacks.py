@@ -273,7 +273,7 @@ class WandB(Callback):
         self._run = wandb.init(
             project="fedjax_pfl",
             id=self.directory.path.name,
-            config=vars(experiment.config),
+            config=experiment.config.flat(),
             resume="allow",
             mode="disabled" if jax.process_index() else None,
         )

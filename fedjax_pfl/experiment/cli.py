@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from fedjax_pfl.data.partitioners import PARTITIONS
 from fedjax_pfl.engine import distributed, xla
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import text
-from fedjax_pfl.experiment.config import HELP, SETTINGS
+from fedjax_pfl.experiment.config import HELP, SECTIONS, SETTINGS
 from fedjax_pfl.experiment.presets import PRESETS
 from fedjax_pfl.models import MODELS
 
@@ -90,8 +91,7 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
     """
     values = flags.FlagValues()  # type: ignore[no-untyped-call]
     for name, flag in {**known, "help": Flag(bool, "show this help")}.items():
-        shown = "" if flag.default in (None, "") else f" (default: {flag.default})"
-        _DEFINE[flag.kind](name, None, flag.help + shown, flag_values=values)
+        _DEFINE[flag.kind](name, None, flag.help, flag_values=values)
     try:
         words = values(["", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -104,10 +104,26 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
         several = " Lists of values are for `sweep`." if "," in str(error) else ""
         raise InputError(f"{error}.{several}") from None
     if values["help"].value:
-        print(f"{usage}\n{values.get_help()}")
+        print(f"{usage}\n{flags_by_section(known)}")
         raise SystemExit(0)
     found = {name: values[name].value for name in known}
     return Parsed({name: x for name, x in found.items() if x is not None}, words)
+
+
+def flags_by_section(known: Mapping[str, Flag]) -> str:
+    """Returns the help of flags: those of the command, then the settings by section."""
+    settings = {name for names in SECTIONS.values() for name in names}
+    own = {"This command": [name for name in known if name not in settings]}
+    lines = []
+    for title, names in (own | SECTIONS).items():
+        lines += [f"\n{title}:"] if any(name in known for name in names) else []
+        for name in (x for x in names if x in known):
+            flag = known[name]
+            shown = "" if flag.default in (None, "") else f" (default: {flag.default})"
+            head = f"  --[no]{name}" if flag.kind is bool else f"  --{name}"
+            body = textwrap.wrap(flag.help + shown, 78)
+            lines += [head, *(f"      {line}" for line in body)]
+    return "\n".join(lines)
 
 
 def start(given: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ class Run:
 def load(path: str | Path) -> Run:
     """Reads a run directory; InputError if a file cannot be read."""
     directory = RunDirectory(path)
-    return Run(directory.path, vars(directory.config), directory.summary)
+    return Run(directory.path, directory.config.flat(), directory.summary)
 
 
 def find(paths: Iterable[str | Path], every: bool = False) -> list[Run]:
@@ -485,7 +485,7 @@ def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
     preset = presets.PRESETS.get(run.config.get("preset") or "")
     if preset is None or not (preset.published or preset.cells):
         return {}
-    algo, defaults = run.config["algo"], vars(Config())
+    algo, defaults = run.config["algo"], Config().flat()
     compared = {name: x for name, x in defaults.items() if name not in FREE}
     if not user_code.named(algo):
         compared["hparams"] = hyperparameters.defaults(find_method(algo))

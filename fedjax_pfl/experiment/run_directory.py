@@ -124,7 +124,7 @@ class RunDirectory:
         if e.dataset.words is not None:
             self.write("vocabulary.json", e.dataset.words)
         self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
-        self.write("config.json", vars(e.config))
+        self.write("config.json", e.config.flat())
         return 0, None
 
     def _reopen(
@@ -146,7 +146,7 @@ class RunDirectory:
             self.last |= row
         resumed = [*before.get("resumed", []), {"round": start, **now}]
         self.write("versions.json", before | {"resumed": resumed})
-        self.write("config.json", vars(experiment.config))
+        self.write("config.json", experiment.config.flat())
         return start, state
 
     def _rewound(self, name: str, start: int, config: Config) -> list[Row]:

@@ -34,7 +34,7 @@ from fedjax_pfl.experiment import (
     text,
 )
 from fedjax_pfl.experiment.build import room
-from fedjax_pfl.experiment.config import FREE, Config
+from fedjax_pfl.experiment.config import FREE, SETTINGS, Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.train import complete, execute, run as run_one
 
@@ -133,7 +133,9 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
         for name, x in given["hparams"].items():
             method, _, plain = name.rpartition(":")
             if method in ("", algo):
-                own[f"hparam.{plain}"] = _split(x, _is_named(find(algo), plain))
+                own[f"hparam.{plain}"] = _split(
+                    x, _is_named(hyperparameters.of(find(algo)).get(plain))
+                )
         for values in itertools.product(*own.values(), first):
             user = dict(zip([*own, "seed"], values, strict=True)) | {"algo": algo}
             several = [name for name in own if len(own[name]) > 1]
@@ -153,16 +155,15 @@ def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of a setting."""
     if name == "config" or isinstance(value, bool):
         return [value]
-    commas = name in _NAMES or _is_named(Config, name)
+    commas = name in _NAMES or _is_named(SETTINGS[name])
     found = _split(value, commas and not str(value).startswith("domains:"))
     if len(found) > 1 and name in {*FREE, "preset"}:
         raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found
 
 
-def _is_named(factory: Any, name: str) -> bool:
+def _is_named(known: hyperparameters.Hyperparameter | None) -> bool:
     """Returns whether the values of an argument have no commas."""
-    known = hyperparameters.of(factory).get(name)
     return known is not None and (known.kind is not str or bool(known.choices))
 
 
@@ -233,7 +234,7 @@ class _Progress:
 def _resumed(member: Member) -> Config:
     """Returns the settings to go on with; InputError if the run is another one."""
     config, directory = member
-    wanted = {n: x for n, x in vars(config).items() if n != "clients" or x}
+    wanted = {n: x for n, x in config.flat().items() if n != "clients" or x}
     return settings.resumed(directory.config, wanted) if directory.begun else config
 
 
@@ -259,7 +260,7 @@ def _kind(config: Config) -> str:
         n: x for n, x in config.hparams.items() if x is None or not known[n].traced
     }
     alike = config.replace(seed=0, lr=0.0, lr_decay=1.0, server_lr=None, hparams=static)
-    return json.dumps(vars(alike), default=str)
+    return json.dumps(alike.flat(), default=str)
 
 
 def show(runs: Sequence[results.Run], by: str | None) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 from annotated_types import Ge
 
@@ -18,7 +17,6 @@ from fedjax_pfl import augment, losses
 from fedjax_pfl.engine import asynchronous
 from fedjax_pfl.engine.sampling import power_of_choice
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config as settings
 from fedjax_pfl.options import Options
 from fedjax_pfl.types import Task
 
@@ -104,30 +102,3 @@ RULES = Options(
 )
 _WEIGHTS = (asynchronous.constant, asynchronous.polynomial, asynchronous.hinge)
 STALENESS = Options("staleness", {x.__name__: x for x in _WEIGHTS})
-
-
-def chosen(config: settings.Config, class_counts: np.ndarray) -> dict[str, Any]:
-    """Returns fields of `Task` of the settings.
-
-    Args:
-      class_counts: [N, C].
-    """
-    return {
-        "loss": LOSSES.read(config.loss)(class_counts=class_counts),
-        "mix": MIXES.read(config.mix)(),
-        "schedule": SCHEDULES.read(config.schedule)(rounds=max(config.rounds, 1)),
-        "metrics": tuple(x for x in config.metrics.split(",") if x != "acc"),
-    }
-
-
-def rule(config: settings.Config) -> asynchronous.Rule | None:
-    """Returns the rule of --asynchronous."""
-    if config.asynchronous is None:
-        return None
-    staleness = STALENESS.read(config.staleness)()
-    return RULES.read(config.asynchronous)(staleness=staleness)
-
-
-def sampling(config: settings.Config, task: Task) -> Any:
-    """Returns `Task.sampling` for the clients of a task."""
-    return SAMPLINGS.read(config.sampling)(task=task)

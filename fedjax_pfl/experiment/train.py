@@ -322,8 +322,8 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
     work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
     return (
         f"{c.algo} on {c.dataset}{part}{preset}: "
-        f"{text.plural(e.task.num_clients, 'client')} ({c.partition}), "
-        f"{c.model} with {sizes} parameters, "
+        f"{text.plural(e.task.num_clients, 'client')} ({c.partition.rule}), "
+        f"{c.model.name} with {sizes} parameters, "
         f"{text.plural(c.rounds, 'round')} of {work}\n"
         f"{datasets.describe(e.dataset)}\n"
         f"{', '.join(str(directory.path) for directory in directories)}: "

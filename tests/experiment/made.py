@@ -55,7 +55,7 @@ def run(path, algo="fedavg", seed=0, rounds=3, gain=0.1, status="complete", **se
         }
         for r in rows
     ]
-    for name, content in (("config", vars(config)), ("summary", summary)):
+    for name, content in (("config", config.flat()), ("summary", summary)):
         (path / f"{name}.json").write_text(json.dumps(content))
     for name, lines in (("metrics", rows), ("scores", scores)):
         text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -8,7 +8,8 @@ import pytest
 from experiment import made
 from experiment.runs import SMALL, rows, run
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config, report, results, task_options
+from fedjax_pfl.experiment import config, report, results
+from fedjax_pfl.experiment.build import rule_of
 
 BUFFERED = [
     *SMALL,
@@ -58,7 +59,7 @@ def test_settings_that_need_a_whole_cohort_are_refused(given, message):
 def test_rules_by_name():
     def rule(spec, staleness="polynomial:0.5"):
         given = {"algo": "fedavg", "asynchronous": spec, "staleness": staleness}
-        return task_options.rule(config.resolve(given))
+        return rule_of(config.resolve(given).server)
 
     assert rule("fedasync:0.9")[:2] == (1, 0.9) and rule("fedasync").rate == 0.6
     assert rule("fedbuff:3:0.5")[:2] == (3, 0.5) and rule("fedbuff:3").rate == 1

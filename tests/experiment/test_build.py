@@ -26,7 +26,7 @@ def make(**settings):
 
 def test_an_experiment_is_complete():
     e = make(algo="ditto", model="auto", clients=4, partition="iid")
-    assert e.config.model == "mlp" and e.config.hparams["lam"] == 1.0
+    assert e.config.model.name == "mlp" and e.config.hparams["lam"] == 1.0
     assert e.headline == ("acc", "max") and e.networks.tolist() == ["mlp"] * 4
     assert e.task.num_clients == len(e.partition.train) == 4
     assert e.examples["used"] < e.examples["available"] == e.examples["of"] == 1797
@@ -163,7 +163,7 @@ def test_the_vocabulary_is_that_of_the_clients_that_train(tmp_path):
     settings |= {"partition": "natural:speaker", "clients": None, "tokenizer": "word"}
     e = make(**settings, model="auto", unseen=0.3)
     away = {sorted(speech)[i] for i in e.unseen.ids}
-    assert len(away) == 1 and e.config.clients == 4 and e.config.model == "gru"
+    assert len(away) == 1 and e.config.clients == 4 and e.config.model.name == "gru"
     assert set(e.dataset.words) == {"<pad>", "<unk>", "only", *speech} - away
     assert e.task.num_classes == e.dataset.vocabulary == 6
     rows = e.unseen.partition.test[0][: e.unseen.partition.test_sizes[0]]

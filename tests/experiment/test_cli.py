@@ -37,7 +37,9 @@ def test_help_lists_every_setting(capsys):
         cli.parse(["--help"], cli.SETTING_FLAGS, "What it does.")
     text = capsys.readouterr().out
     assert end.value.code == 0 and "What it does." in text
-    assert all(f"--{name}:" in text or f"]{name}:" in text for name in cli.HELP)
+    assert all(f"--{name}\n" in text or f"]{name}\n" in text for name in cli.HELP)
+    assert text.index("Most used:") < text.index("--algo") < text.index("Data:")
+    assert "default: 0.1" in text and "krum" in text and "crop_flip" in text
 
 
 def test_list_and_describe(capsys):

@@ -26,8 +26,8 @@ def test_every_combination_is_a_run():
 
 def test_values_with_commas_are_separated_by_semicolons():
     found = members(algo="fd", model="mlp;linear,mlp")
-    assert [member.config.model for member in found] == ["mlp", "linear,mlp"]
-    assert members(algo="fd", model="linear,mlp")[0].config.model == "linear,mlp"
+    assert [x.config.model.name for x in found] == ["mlp", "linear,mlp"]
+    assert members(algo="fd", model="linear,mlp")[0].config.model.name == "linear,mlp"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsy
 
 def test_a_run_with_patience_may_grow(tmp_path):
     directory, config = RunDirectory(tmp_path), CONFIG.replace(patience=2)
-    directory.write("config.json", vars(config))
+    directory.write("config.json", config.flat())
     ended = {"status": "complete", "unseen_rounds": 1, "patience": 2}
     directory.write("summary.json", ended | {"rounds": config.rounds})
     assert complete(directory, config)

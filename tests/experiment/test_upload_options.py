@@ -79,7 +79,7 @@ def test_a_target_sets_the_noise():
         ({"compress": "top_k"}, "compress"),
         ({"compress": "zip:1"}, "compression"),
         ({"dp": "client"}, "needs --dp_noise"),
-        ({"dp_noise": 1.0}, "need --dp"),
+        ({"dp_noise": 1.0}, "--dp_noise needs --dp"),
         ({"dp": "example", "dp_epsilon": 1.0}, "--dp=example needs --dp_noise"),
     ],
 )
