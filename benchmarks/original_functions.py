@@ -805,3 +805,55 @@ def _fedadmm(checkout: Path) -> dict[str, Any]:
         "server": (values(final), weights(states[2].server["w"])),
         "dual variables": (dual, mine),
     }
+
+
+@check(
+    "fedpac",
+    "JianXu95/FedPAC",
+    "weights of the heads",
+    "another solver of the quadratic program",
+)
+def _fedpac(checkout: Path) -> dict[str, Any]:
+    import cvxpy
+
+    def eig(matrix: torch.Tensor, eigenvectors: bool) -> Any:
+        found, vectors = torch.linalg.eigh(matrix)
+        return torch.stack([found, torch.zeros_like(found)], 1), vectors
+
+    known = names(cvx=cvxpy)
+    known["torch"] = types.SimpleNamespace(**(vars(torch) | {"eig": eig}))
+    cut(checkout / "tools.py", "pairwise", known)
+    solve = cut(checkout / "tools.py", "get_head_agg_weight", known)
+    h, v = random_array(4, C, WIDTH) / 3, np.float32([0.5, 0.9, 0.2, 0.4])
+    theirs = np.array(solve(4, v, [tensor(x) for x in h]), np.float64)
+    flat_h = jnp.array(h.reshape(4, -1))
+    mine = here("fedpac").combination(jnp.array(v), flat_h, jnp.ones(4, bool))
+    return {"weights": (theirs / theirs.sum(axis=1, keepdims=True), mine)}
+
+
+@check(
+    "flute",
+    "RenpuLiu/flute",
+    "the server's step of the heads",
+    "the step size, 0.5 over the number of clients there",
+)
+def _flute(checkout: Path) -> dict[str, Any]:
+    import contextlib
+
+    owned = {0: [0, 1], 1: [1, 2, 3]}
+    known = names(open=lambda *_: contextlib.nullcontext())
+    known["torch"] = types.SimpleNamespace(**(vars(torch) | {"load": lambda _: owned}))
+    kind = cut(checkout / "models/Update.py", "ServerUpdateNC2", known)
+    kernels = random_array(2, 64, C)
+    heads = {
+        i: {"fc3.weight": tensor(k.T), "fc3.bias": torch.zeros(C)}
+        for i, k in enumerate(kernels)
+    }
+    args = types.SimpleNamespace(num_classes=C, dataset="cifar10")
+    kind(args, heads, [0, 1]).train()
+    collapse, mine = here("flute").collapse, []
+    for i, kernel in enumerate(kernels):
+        has = jnp.isin(jnp.arange(C), jnp.array(owned[i]))
+        mine.append(kernel - 0.25 * np.asarray(jax.grad(collapse)(kernel, has)))
+    theirs = [heads[i]["fc3.weight"].detach().numpy().T for i in range(2)]
+    return {"heads": (theirs, mine)}
