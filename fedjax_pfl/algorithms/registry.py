@@ -44,6 +44,26 @@ EXCLUDES: dict[str, dict[str, str]] = {
     "work": {"mocha": "its local work is `frac` of the examples"},
 }
 
+# settings of a run that only these methods read
+_READ_BY = {
+    "public": _PUBLIC,
+    "shared_model": ("fml", "fedkd", "fedapen", "fedmrl", "pfedafm"),
+}
+_OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip")
+# settings of a run that a method does not read
+_UNREAD = {
+    "mocha": (*_OPTIMIZER, "batch_size", "epochs", "steps", "drop_last"),
+    "pfedhn": _OPTIMIZER,
+}
+
+
+def unread(name: str) -> set[str]:
+    """Returns the settings that a method of this package does not read."""
+    if name not in ALGORITHMS:
+        return set()
+    others = {setting for setting, names in _READ_BY.items() if name not in names}
+    return others | set(_UNREAD.get(name, ()))
+
 
 # methods that run without one class per example: regression, several labels
 ON_TARGETS = frozenset(

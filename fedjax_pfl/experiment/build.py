@@ -270,10 +270,14 @@ def for_server(
     draw = task_options.SAMPLINGS.read(config.sampling)(task=task)
     task = task._replace(sampling=draw)
     validate.batches(task)
+    # read in every run, as reports need them in the end
+    given = config.speeds, config.bandwidths
+    everybody = clock.clients(*given, int(config.clients or 0), config.seed)
     rule = rule_of(config.server)
     if rule is None:
         return task, None
-    schedule = timetable(config, task, rule, trained)
+    speeds = jax.tree.map(lambda x: x[trained], everybody)
+    schedule = timetable(config, task, rule, speeds)
     return asynchronous.task_of(task, rule), schedule
 
 
@@ -286,17 +290,15 @@ def rule_of(server: groups.Server) -> asynchronous.Rule | None:
 
 
 def timetable(
-    config: Config, task: Task, rule: asynchronous.Rule, trained: np.ndarray
+    config: Config, task: Task, rule: asynchronous.Rule, speeds: clock.Clients
 ) -> Schedule:
     """Returns the schedule of an asynchronous run."""
-    given = config.speeds, config.bandwidths
-    everybody = clock.clients(*given, int(config.clients or 0), config.seed)
-    speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
-    if config.bandwidths is not None:
+    sent, times = 0, None
+    if speeds.megabits is not None:
         factory, hparams = method(config)
         found = exposure.exposed(engine.parts, factory, task, hparams)
         sent = 4 * found.numbers
-    if given != (None, None):
+    if any(x is not None for x in speeds):
         _, examples = local_training.planned(task, task.sizes)
         times = clock.seconds(speeds, examples, sent)
     return arrivals(

@@ -15,6 +15,7 @@ from typing import Any
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.compression import RULES as COMPRESSIONS
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import groups, text
@@ -168,6 +169,8 @@ def resolve(given: Mapping[str, Any]) -> Config:
     values["epochs" if by_steps else "steps"] = None
     rule = values.get("partition", SETTINGS["partition"].default)
     values |= _by_partition(groups.Partition(rule=rule), values, given)
+    if given.get("dp_epsilon") is not None:
+        values["dp_noise"] = given.get("dp_noise")  # not that of another epsilon
     algo = text.choose("algo", values["algo"], ALGORITHMS)
     known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
     if values.get("tuned") and given.get("lr") is None:
@@ -177,9 +180,7 @@ def resolve(given: Mapping[str, Any]) -> Config:
     own = typed(find(algo), given.get("hparams", {}))
     values["hparams"] = known.get(algo, {}) | own
     config = complete(Config(**values))
-    for flag, value in given.items():
-        if flag in SETTINGS and value is not None:
-            check_needs(config, flag)
+    check_given(config, given)
     return config
 
 
@@ -227,6 +228,17 @@ def complete(config: Config) -> Config:
     if config.base is not None and pretrained.is_folder(config.base):
         config = config.replace(model=pretrained.PREFIX + config.base, base=None)
     return _with_noise(config)
+
+
+def check_given(config: Config, given: Mapping[str, Any]) -> None:
+    """Raises InputError for a given setting that has no effect in a run."""
+    for flag in (x for x in SETTINGS if given.get(x) is not None):
+        check_needs(config, flag)
+        removes = flag == "public" and groups.public(config.public)[0] == config.dataset
+        if flag in unread(config.algo) and not removes:
+            raise InputError(f"--{flag} has no effect with --algo={config.algo}.")
+    if None not in (given.get("dp_noise"), given.get("dp_epsilon")):
+        raise InputError("Specify one of --dp_noise and --dp_epsilon.")
 
 
 def check_needs(config: Config, flag: str) -> None:

@@ -43,6 +43,8 @@ _STARTED = {
     "versions.json",
     "summary.json",
 }
+# files of a run without a finished round, whose directory is free
+_REFUSED = {"config.json", "vocabulary.json", "checkpoints", *_ROWS}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 _OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
@@ -64,9 +66,16 @@ class RunDirectory:
         self._lock = filelock.FileLock(self.path / "lock")
 
     @property
-    def begun(self) -> bool:
-        """Returns whether there is a run to resume."""
+    def recorded(self) -> bool:
+        """Returns whether there are settings of a run."""
         return (self.path / "config.json").is_file()
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether there is a run with a finished round."""
+        saved = any((self.path / "checkpoints").glob("*"))
+        rows = next(self.rows(_ROWS[0]), None) is not None
+        return self.recorded and (saved or rows)
 
     @property
     def config(self) -> Config:
@@ -89,14 +98,19 @@ class RunDirectory:
                 raise InputError(f"Another process writes {self.path}.") from None
 
     def unlock(self) -> None:
-        """Releases the lock."""
+        """Releases the lock, and removes the directory of a run that was refused."""
         self._lock.release(force=True)
+        if self._writes and not self.recorded:
+            (self.path / "lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there are other files
+                self.path.rmdir()
 
     def check_free(self) -> None:
         """Raises InputError on process 0 unless a new run can begin here."""
         if self._writes and self.begun:
             raise InputError(f"{self.path} holds a run: --resume continues it.")
-        found = {file.name for file in self.path.glob("*")} - _STARTED
+        known = _STARTED | _REFUSED if self.recorded else _STARTED
+        found = {file.name for file in self.path.glob("*")} - known
         if self._writes and (found or self.path.is_file()):
             raise InputError(f"{self.path} is not an empty directory.")
 
@@ -115,6 +129,9 @@ class RunDirectory:
         if distributed.largest(int(self._writes and self.begun)):
             return self._reopen(e, hashes, now)
         self.check_free()
+        if self._writes:
+            for name in ("summary.json", *_ROWS):  # of a run without a finished round
+                (self.path / name).unlink(missing_ok=True)
         away = e.unseen.ids.tolist() if e.unseen else []
         more = {"moved": e.everybody.moved, "marks": e.marks, "unseen": away}
         self.write("partition.json", hashes | more)

@@ -23,8 +23,9 @@ import jax
 
 from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.data import federate
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import (
     cli,
     config as settings,
@@ -127,12 +128,17 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
     algos, first = axes.pop("algo", [""]), axes.pop("seed", ["0"])
     if seeds:
         first = [str(int(first[0]) + i) for i in range(seeds)]
+    names = [*algos, *map(user_code.short, algos)]
+    for method in (name.rpartition(":")[0] for name in given["hparams"]):
+        choose("method of --hparam", method, names) if method else None
     found: dict[str, Member] = {}
     for algo in algos:
-        own = dict(axes)
+        read_by_others = set().union(*(axes.keys() - unread(x) for x in algos))
+        skipped = unread(algo) & read_by_others
+        own = {name: values for name, values in axes.items() if name not in skipped}
         for name, x in given["hparams"].items():
             method, _, plain = name.rpartition(":")
-            if method in ("", algo):
+            if method in ("", algo, user_code.short(algo)):
                 own[f"hparam.{plain}"] = _split(
                     x, _is_named(hyperparameters.of(find(algo)).get(plain))
                 )

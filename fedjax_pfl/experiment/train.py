@@ -192,7 +192,7 @@ def run(given: Mapping[str, Any], workdir: str | None, resume: bool = False) -> 
     config = settings.Config() if resume and workdir else settings.resolve(given)
     directory = RunDirectory(workdir or f"runs/{settings.run_name(given, config)}")
     if resume:
-        if not directory.begun:
+        if not directory.recorded:
             raise InputError(f"{directory.path} holds no run to resume.")
         config = settings.resumed(directory.config, given)
     else:
@@ -248,12 +248,9 @@ def _execute(
     alone: bool,
 ) -> dict[int, DivergenceError]:
     """Returns the errors of the runs that diverged, by index."""
+    new = not any(directory.begun for directory in directories)
     experiments = build_at_once(configs, room)
-    pairs = zip(directories, experiments, strict=True)
-    opened = [directory.open(experiment) for directory, experiment in pairs]
-    start, states = opened[0][0], [state for _, state in opened if state is not None]
-    if any(step != start for step, _ in opened):
-        raise InputError("Runs at once must go on from the same round.")
+    start, states = (0, []) if new else _opened(directories, experiments)
     if configs[0].init_from is not None and not start:
         states = [warm_start.start(each) for each in experiments]
     if alone:
@@ -261,6 +258,8 @@ def _execute(
     begin = time.perf_counter()
     functions = compiled(experiments)
     spent = round(time.perf_counter() - begin, 3)
+    if new:  # what cannot run is refused before it has a directory
+        _opened(directories, experiments)
     interrupt = standard.Interrupt()
     each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
     bar = alone or sys.stdout.isatty()
@@ -276,6 +275,18 @@ def _execute(
     except DivergenceError as error:
         return {0: error}
     return {}
+
+
+def _opened(
+    directories: Sequence[RunDirectory], experiments: Sequence[Experiment]
+) -> tuple[int, list[State]]:
+    """Opens run directories; returns the next round, and states to go on with."""
+    pairs = zip(directories, experiments, strict=True)
+    opened = [directory.open(experiment) for directory, experiment in pairs]
+    start = opened[0][0]
+    if any(step != start for step, _ in opened):
+        raise InputError("Runs at once must go on from the same round.")
+    return start, [state for _, state in opened if state is not None]
 
 
 def standard_callbacks(

@@ -5,7 +5,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiment.runs import SMALL, run
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import cli
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -46,6 +48,23 @@ def test_a_directory_holds_one_run_and_nothing_else(begun, tmp_path):
         with pytest.raises(InputError, match="not an empty directory"):
             RunDirectory(path).check_free()
     RunDirectory(tmp_path / "new").check_free()
+
+
+def test_a_run_without_a_finished_round_is_taken_again(experiment, begun):
+    for name in ("metrics.jsonl", "scores.jsonl"):
+        (begun.path / name).write_text('{"round": 0, "lo')
+    begun.write("partition.json", {"data": "other"})
+    assert begun.open(experiment) == (0, None)
+    assert not (begun.path / "metrics.jsonl").exists()
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path, capsys):
+    argv = ["--algo=fedavg", *SMALL, f"--workdir={tmp_path}/a"]
+    for wrong in ("--speeds=file:/nowhere", "--init_from=/nowhere", "--drop_last"):
+        more = "--batch_size=5000" if wrong == "--drop_last" else "--rounds=1"
+        assert run(*argv, wrong, more) == cli.BAD_INPUT
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert not (tmp_path / "a").exists()
 
 
 def test_one_process_writes(begun):

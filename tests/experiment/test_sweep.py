@@ -30,6 +30,22 @@ def test_values_with_commas_are_separated_by_semicolons():
     assert members(algo="fd", model="linear,mlp")[0].config.model.name == "linear,mlp"
 
 
+def test_hyperparameters_of_a_method_by_its_printed_name(tmp_path):
+    (tmp_path / "mine.py").write_text("from fedjax_pfl.algorithms import ditto as own")
+    own = f"{tmp_path}/mine.py:own"
+    found = members(algo=f"fedavg,{own}", hparams={"own:lam": "1,2"})
+    assert [x.config.hparams.get("lam") for x in found] == [None, 1.0, 2.0]
+    with pytest.raises(InputError, match="'dittto': did you mean 'ditto'"):
+        members(algo="ditto", hparams={"dittto:lam": "1,2"})
+
+
+def test_a_setting_is_given_to_the_methods_that_read_it():
+    found = members(algo="fedavg,mocha", momentum="0.9", model="linear")
+    assert [x.config.momentum for x in found] == [0.9, 0.0]
+    with pytest.raises(InputError, match="no effect with --algo=mocha"):
+        members(algo="mocha", momentum="0.9")
+
+
 @pytest.mark.parametrize(
     "given",
     [
