@@ -27,7 +27,8 @@ def fedmtl(
     parameters, so that the penalty is small.
 
     Args:
-      variant: the penalty has a gradient, or as in PFLlib none: it is Local then.
+      variant: of the penalty, gradient or pfllib; pfllib's has no gradient, so that
+        it is Local.
 
     Note:
       The participants' models are those before the round. The relations of the tasks

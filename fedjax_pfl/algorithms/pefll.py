@@ -90,7 +90,7 @@ def pefll(
       hidden: width of the hypernetwork in [1, 10000]; 100 as in the authors' code.
       hidden_layers: its hidden layers after the first, in [0, 100]; 3 as in the
         authors' code.
-      mask_absent: sets the logits of classes without training examples to 0 in a
+      mask_absent: true or false: sets the logits of classes without examples to 0 in a
         prediction; True as in the authors' code.
 
     Note:

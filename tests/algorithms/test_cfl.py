@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import toy
+from absl import logging
 
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.cfl import bipartition, split_clusters
@@ -29,7 +30,9 @@ def test_the_bipartition_is_the_best_of_all():
         assert np.isclose(cost(half), min(map(cost, halves)))
 
 
-def test_a_run_without_a_split_is_warned_of(caplog):
+def test_a_run_without_a_split_is_warned_of(caplog, monkeypatch):
+    """Once in a process, so that its counter begins anew."""
+    monkeypatch.setattr(logging, "_log_counter_per_token", {})
     cfl = ALGORITHMS["cfl"]
     with caplog.at_level("WARNING"):
         cfl(by_hand.TASK._replace(rounds=21))

@@ -95,7 +95,7 @@ def test_a_report_takes_speeds(timed, capsys):
     path = str(timed.path)
     report.main([path, "--target=0.7", "--speeds=10"])
     shown = capsys.readouterr().out
-    assert "simulated seconds to 0.7" in shown and "| 8 " in shown
+    assert "simulated seconds to 70.0 %" in shown and "| 8 " in shown
     report.main([path, "--target=0.7"])
     assert "simulated" not in capsys.readouterr().out
 
