@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fedjax_pfl import server_optimizer, trees
+from fedjax_pfl import trees
 from fedjax_pfl.algorithms.feddva import phases
 from fedjax_pfl.algorithms.feddva.feddva import networks
 from fedjax_pfl.experiment import cli, sweep
@@ -33,7 +33,7 @@ def models(run: Run) -> tuple[DualVAE, Callable[[int], PyTree]]:
     """Returns the networks of a run, and the variables of a client at its end."""
     e, h = run.experiment, run.config["hparams"]
     names = ("latent", "personal", "hidden", "head")
-    server, clients = server_optimizer.plain(run.state().server), run.state().clients
+    server, clients = run.state().method
 
     def variables(k: int) -> PyTree:
         return trees.merge(jax.tree.map(lambda x: x[k], clients), server)

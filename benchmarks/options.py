@@ -12,6 +12,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from absl import flags
@@ -20,38 +21,45 @@ from benchmarks import report
 from benchmarks.report import table
 from benchmarks.runner import Runner
 from benchmarks.setting import SHAPES, build
-from fedjax_pfl import compression
+from fedjax_pfl import uploads
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import choose
-from fedjax_pfl.privacy import attacks, differential_privacy, robust
-from fedjax_pfl.types import Algorithm, Federation, Task
+from fedjax_pfl.types import Algorithm, Federation, Method, Task
+from fedjax_pfl.uploads.attacks import chosen
+from fedjax_pfl.uploads.privacy import per_example
+from fedjax_pfl.uploads.robust import RULES
 
 FLAGS = flags.FLAGS
 PLAIN = "plain"
-COMPRESSIONS = {"top_k": 0.01, "qsgd": 4, "low_rank": 2}
+COMPRESSIONS = {
+    "top_k:0.01": uploads.top_k(0.01),
+    "qsgd:4": uploads.qsgd(4),
+    "low_rank:2": uploads.low_rank(2),
+}
 
 
-def options(
-    plain: Callable[..., Algorithm], task: Task
-) -> Iterator[tuple[str, Callable[..., Algorithm], Task]]:
-    """Yields the name, the method and the task of each option, the plain round
+def options(task: Task) -> Iterator[tuple[str, Task, dict[str, Any]]]:
+    """Yields the name, the task and the arguments of each option, the plain round
     first."""
-    yield PLAIN, plain, task
-    for attack in attacks.ATTACKS:
-        yield f"malicious {attack}", attacks.malicious(plain, 0.2, attack), task
-    for rule in robust.RULES:
-        yield f"aggregate {rule}", robust.robust(plain, rule), task
-    for rule, amount in COMPRESSIONS.items():
-        compressed = compression.compressed(plain, rule, amount)
-        yield f"compress {rule}:{amount}", compressed, task
-    yield "dp client", differential_privacy.private(plain), task
-    yield "dp adaptive", differential_privacy.private(plain, adaptive=True), task
-    per_example = differential_privacy.per_example(1.0, 1.0)
-    yield "dp example", plain, task._replace(per_example=per_example)
+    yield PLAIN, task, {}
+    attacked = task._replace(malicious=chosen(task.num_clients, 0.2))
+    for kind in ("sign_flip", "scale", "gaussian"):
+        yield f"malicious {kind}", attacked, _of(uploads.attack(kind))
+    for rule in RULES:
+        yield f"aggregate {rule}", task, _of(uploads.robust(rule))
+    for name, option in COMPRESSIONS.items():
+        yield f"compress {name}", task, _of(option)
+    yield "dp client", task, _of(uploads.private())
+    yield "dp adaptive", task, _of(uploads.private(adaptive=True))
+    yield "dp example", task._replace(per_example=per_example(1.0, 1.0)), {}
+
+
+def _of(option: uploads.Option) -> dict[str, Any]:
+    return {"uploads": uploads.chain(option)}
 
 
 def ratios(
-    plain: Callable[..., Algorithm],
+    plain: Callable[..., Algorithm | Method],
     task: Task,
     federation: Federation,
     width: int,
@@ -59,8 +67,8 @@ def ratios(
 ) -> dict[str, float]:
     """Returns the median ratio of each option; of the plain round its seconds."""
     runners = {
-        name: Runner(factory, changed, federation, width, devices)
-        for name, factory, changed in options(plain, task)
+        name: Runner(plain, changed, federation, width, devices, **more)
+        for name, changed, more in options(task)
         if name == PLAIN or not FLAGS.options or _chosen(name)
     }
     for runner in runners.values():

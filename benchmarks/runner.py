@@ -13,8 +13,9 @@ from fedjax_pfl import simulate
 class Runner:
     """One method, compiled; each call runs a round from where the last one ended."""
 
-    def __init__(self, factory, task, federation, width: int, devices: int):
-        self.program = simulate.program(factory, task, width=width, devices=devices)
+    def __init__(self, factory, task, federation, width: int, devices: int, **more):
+        given = {"width": width, "devices": devices} | more
+        self.program = simulate.program(factory, task, **given)
         self.federation = federation
         if self.program.mesh is not None:
             self.federation = jax.device_put(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MODULES = {  # by topic
     "Simulation": ["simulate", "types", "hyperparameters", "errors"],
     "Methods": [
-        *("averaging", "server_optimizer", "local_training", "losses", "evaluation"),
+        *("averaging", "local_training", "losses", "evaluation"),
         *("aggregate", "traffic", "trees", "architectures", "keys", "testing"),
     ],
     "Data": [
@@ -46,8 +46,9 @@ MODULES = {  # by topic
     ],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],
     "Privacy": [
-        *("privacy.reconstruction", "privacy.differential_privacy", "privacy.attacks"),
-        *("privacy.robust", "compression", "privacy.encryption"),
+        *("privacy.reconstruction", "privacy.encryption", "uploads.privacy"),
+        *("uploads.chain", "uploads.compression", "uploads.robust"),
+        *("uploads.attacks", "uploads.server"),
     ],
 }
 MOVED = {  # file of the repository: page of the site

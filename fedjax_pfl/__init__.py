@@ -3,8 +3,8 @@
 `load` a data set, `partition` it among clients, `federate` it onto the device. `task`
 describes the local training, `program` binds a method of `ALGORITHMS` to it, and
 `rounds` runs it round by round (`curve` inside one compiled function). Your own method
-is a factory of an `Algorithm`, whose round maps over the `Client`s of a `Cohort`;
-`check_algorithm` checks it against the rules of the contract.
+is a factory of a `Method`, one function for one `Client`; `check_algorithm` checks it
+against the rules of the contract. `uploads` has options on what clients send.
 """
 
 from fedjax_pfl.algorithms import ALGORITHMS
@@ -24,6 +24,7 @@ from fedjax_pfl.types import (
     Client,
     Cohort,
     Federation,
+    Method,
     Metrics,
     Model,
     Own,
@@ -44,6 +45,7 @@ __all__ = [
     "DivergenceError",
     "Federation",
     "InputError",
+    "Method",
     "Metrics",
     "Model",
     "Own",

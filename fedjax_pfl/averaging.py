@@ -16,11 +16,9 @@ from chex import Numeric
 from fedjax_pfl import architectures, evaluation, keys, local_training, trees
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Client,
-    Cohort,
-    Metrics,
+    Method,
     Model,
     Own,
     Predictor,
@@ -194,15 +192,12 @@ def split(
 
 def from_client(
     init: Callable[[Array], State],
-    client: Callable[[Client, PyTree, PyTree], Update],
+    client: Callable[..., Update],
     predict: Callable[[PyTree, PyTree, Client], Predictor],
     *,
     score: evaluation.Score = evaluation.classification,
-    weight: Callable[[Cohort], PyTree] = lambda cohort: cohort.sizes,
-    default: Callable[[PyTree], PyTree] = lambda server: server,
-    server_update: Callable[..., PyTree] = lambda server, mean, cohort: mean,
     **fields: Any,
-) -> Algorithm:
+) -> Method:
     """Makes a method whose round is one weighted mean over the clients.
 
     Args:
@@ -210,26 +205,18 @@ def from_client(
       client: (client, State.server, its row of State.clients) -> Update.
       predict: (State.server, row, client) -> Predictor, before local training.
       score: of the predictors' outputs, also of `post`.
-      weight: cohort -> weights of the uploads, as `Cohort.mean` takes them; the number
-        of training examples by default.
-      default: State.server -> the mean where all weights are zero.
-      server_update: (State.server, the mean, cohort) -> the next State.server.
-      fields: further fields of `Algorithm`.
+      fields: further fields of `Method`, such as `weight`, `default` and `update`.
+
+    Raises:
+      InputError: a field is unknown.
     """
-
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def one(c: Client, row: PyTree) -> tuple[PyTree, ...]:
-            upload, row, predictor, loss, metrics = client(c, state.server, row)
-            post = evaluation.post(cohort, c, predictor, score)
-            return upload, row, loss, post, metrics
-
-        mean, (rows, loss, post, metrics) = cohort.mean(
-            one, state.clients, weight=weight(cohort), default=default(state.server)
+    if "server_update" in fields:
+        raise InputError(
+            "`server_update` is now `update`: (key, server, mean, mass) -> server."
         )
-        server = server_update(state.server, mean, cohort)
-        return State(server, rows), Metrics(loss, post, metrics)
-
-    return Algorithm(init, round, predict, score, **fields)
+    for name in fields:
+        choose("field of a Method", name, Method._fields)
+    return Method(init, client, predict, score, **fields)
 
 
 def partial_averaging(
@@ -241,7 +228,7 @@ def partial_averaging(
     mu: Numeric | None = None,
     fine_tune: Phase | None = None,
     untuned: bool = False,
-) -> Algorithm:
+) -> Method:
     """Averages the shared leaves of the model over the round's clients, weighted by
     their training examples.
 
@@ -297,10 +284,10 @@ def partial_averaging(
         client,
         predict,
         default=moving,
-        server_update=lambda server, mean, _: server | mean,
+        update=lambda key, server, mean, mass: server | mean,
         averages=averages,
     )
     if untuned:
         score = functools.partial(score_paired, names=("untuned",))
-        return made._replace(score=score)
+        return made._replace(score=score, post=made.score)
     return made

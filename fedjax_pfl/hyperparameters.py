@@ -21,7 +21,7 @@ import jax
 
 from fedjax_pfl import errors
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Task
 
 NOUNS: dict[Any, str] = {
     bool: "True or False",
@@ -76,12 +76,12 @@ def of(factory: Callable[..., Any]) -> dict[str, Hyperparameter]:
     return {p.name: _read(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def defaults(factory: Callable[..., Algorithm]) -> dict[str, Any]:
+def defaults(factory: Callable[..., Any]) -> dict[str, Any]:
     """Returns the default of each hyperparameter of a factory."""
     return {name: known.default for name, known in of(factory).items()}
 
 
-def check(factory: Callable[..., Algorithm], values: Any) -> None:
+def check(factory: Callable[..., Any], values: Any) -> None:
     """Raises InputError unless `values`, {name: value}, are hyperparameters of the
     factory of the right kinds and in range; tracers pass."""
     known = of(factory)
@@ -103,16 +103,16 @@ def method_name(factory: Any) -> str:
 
 def shared(
     options: type[Any],
-) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that adds the fields of a NamedTuple to a factory's
     hyperparameters; the factory gets them as one argument, `on`.
 
     Annotations, defaults and the entries below `Args:` are those of the NamedTuple.
     """
 
-    def decorate(factory: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
+    def decorate(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
-        def make(task: Task, **values: Any) -> Algorithm:
+        def make(task: Task, **values: Any) -> Any:
             own = {x: values.pop(x) for x in options._fields if x in values}
             return factory(task, on=options(**own), **values)
 

@@ -44,16 +44,13 @@ class Server(Stream):
     STUDENT = 41, "FedDF: training of the server's models on them"
     NOISE = 0x6E01, "differential privacy: the noise on a sum of uploads"
     QUANTILE = 0x6E02, "differential privacy: the noise on the count of clipped clients"
+    OPTION = 0x6E10, "a second option on uploads of a kind, + its number"
 
 
 class Cohort(Stream):
     """Below Round.CLIENTS, like the phases 0, 1, ..."""
 
     ORDER = 0x5CA4, "the order of Cohort.scan"
-    UPLOAD = (
-        0x7F00,
-        "the transformation of uploads, + the number of the call of Cohort.mean",
-    )
 
 
 class Client(Stream):
@@ -72,6 +69,7 @@ class Client(Stream):
     EXTRACTOR = 45, "pFedAFM: training of the shared extractor"
     ATTACK = 0x6E03, "malicious clients: random updates"
     COMPRESS = 0x6E05, "compression of an upload"
+    OPTION = 0x6E10, "a second option on uploads of a kind, + its number"
 
 
 class Step(Stream):

@@ -22,7 +22,7 @@ from fedjax_pfl.engine.sampling import sample
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, choose
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
-from fedjax_pfl.types import Array, Federation, Model, State, Task
+from fedjax_pfl.types import Array, Federation, Model, RunState, Task
 
 __all__ = [
     "Compiled",
@@ -144,7 +144,7 @@ def curve(
     *,
     rounds: int,
     eval_every: int = 1,
-) -> tuple[State, Round, dict[str, Array], dict[str, Array]]:
+) -> tuple[RunState, Round, dict[str, Array], dict[str, Array]]:
     """Runs an experiment as one pure function of its key and its traced
     hyperparameters, for jax.vmap over seeds and values.
 
@@ -168,10 +168,12 @@ def curve(
     own = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
     traced = own | traced
 
-    def run(state: State, t: Array) -> dict[str, Array]:
+    def run(state: RunState, t: Array) -> dict[str, Array]:
         return program.evaluate(key, traced, federation, state, t)
 
-    def step(state: State, t: Array) -> tuple[State, tuple[Round, dict[str, Array]]]:
+    def step(
+        state: RunState, t: Array
+    ) -> tuple[RunState, tuple[Round, dict[str, Array]]]:
         evaluated = jnp.bool(False)
         if eval_every:
             evaluated = (t % eval_every == 0) | (t == rounds - 1)

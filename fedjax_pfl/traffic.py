@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
-from fedjax_pfl.errors import ContractError
-from fedjax_pfl.types import Array, Cohort, Metrics, PyTree, State, Traffic
+from fedjax_pfl.types import Array, Cohort, PyTree, Traffic
 
 
 def both_ways(
@@ -23,30 +22,6 @@ def both_ways(
     counts = [_count(tree, len(active)) * active for tree in (down, up)]
     messages = (counts[0] > 0).astype(jnp.int32) + (counts[1] > 0)
     return Traffic(counts[0], counts[1], 0 * active, messages)
-
-
-def uploads(state: State, cohort: Cohort, metrics: Metrics) -> Traffic:
-    """Counts the uploads of `Cohort.mean`, both ways; the default of
-    `Algorithm.traffic`.
-
-    Raises:
-      ContractError: the server has a state, and the round does not call `mean`.
-    """
-    if not cohort.uploads and jax.tree.leaves(state.server):  # type: ignore[attr-defined]
-        raise ContractError(
-            "a round without cohort.mean must count its own `traffic` (see "
-            "fedjax_pfl.traffic.both_ways)."
-        )
-    lengths = cohort.lengths  # type: ignore[attr-defined]  # the engine's
-    sizes = [[trees.size(upload) for upload in call] for call in cohort.uploads]  # type: ignore[attr-defined]
-    per_group = [sum(call[group] for call in sizes) for group in range(len(lengths))]
-    each = jnp.concatenate(
-        [
-            jnp.full(n, size, jnp.int32)
-            for n, size in zip(lengths, per_group, strict=True)
-        ]
-    )
-    return both_ways(cohort, each)
 
 
 def _count(tree: PyTree | int | Array, clients: int) -> int | Array:

@@ -165,6 +165,9 @@ class Client(NamedTuple):
     class_counts: Array  # [C] int32, training examples of each class
     model: Model  # of the client's architecture; static
     architecture: int  # its number, 0 to G - 1; static
+    round: Any = None  # [] int32, number of the communication round
+    evaluated: Any = None  # [] bool: is this round evaluated?
+    malicious: Any = None  # [] bool, as of `Task`; None: no client is
 
 
 class Task(NamedTuple):
@@ -219,6 +222,8 @@ class Task(NamedTuple):
     # the pool of public examples [P, *input], raw; None: there is none
     public: jax.ShapeDtypeStruct | None = None
     prepare_public: Callable[[Array], Array] | None = None  # as `prepare`
+    # [N] bool: clients that attack; the scores of the others are reported, too
+    malicious: np.ndarray | None = None
 
     @property
     def num_clients(self) -> int:
@@ -292,6 +297,39 @@ class State(NamedTuple):
     clients: PyTree
 
 
+class RunState(NamedTuple):
+    """Everything that a run carries from round to round."""
+
+    method: State  # the method's own, whatever the options
+    # of the options on uploads: State.server has no client axis, State.clients has
+    uploads: State = State((), ())
+    optimizer: PyTree = ()  # state of the server's optimizer
+    record: PyTree = ()  # {"history": ...} of sampling, {"versions": ...} of the clock
+
+    @property
+    def server(self) -> PyTree:
+        """The method's State.server."""
+        return self.method.server
+
+    @property
+    def clients(self) -> PyTree:
+        """The method's State.clients."""
+        return self.method.clients
+
+    @property
+    def rows(self) -> PyTree:
+        """All that has an entry per client."""
+        return self.method.clients, self.uploads.clients
+
+    def with_rows(self, rows: PyTree) -> "RunState":
+        """Returns the state with other entries per client."""
+        method, uploads = rows
+        return self._replace(
+            method=self.method._replace(clients=method),
+            uploads=self.uploads._replace(clients=uploads),
+        )
+
+
 class Metrics(NamedTuple):
     """Results that a round reports."""
 
@@ -313,6 +351,7 @@ class Update(NamedTuple):
     predict: Predictor  # the model that the client would use now, scored as `post`
     loss: Array  # [] mean training loss
     metrics: dict[str, Array] = {}  # noqa: RUF012  # {name: []}; immutable by convention
+    sent: PyTree = ()  # what `Method.finish` reads of the client, too
 
 
 class Cohort(Protocol):
@@ -366,8 +405,8 @@ class Cohort(Protocol):
         upload, over the active clients.
 
         Uploads are trees of floats (integers would be truncated). They alone are
-        counted as sent (`Algorithm.traffic`) and clipped or made noisy (`transform` of
-        `simulate.program`); the other results, and those of `map` and `scan`, are not.
+        counted as sent (`Algorithm.traffic`); the other results, and those of `map` and
+        `scan`, are not.
 
         Args:
           weight: not negative, not normalised; None (uniform over the active clients,
@@ -420,6 +459,77 @@ class Traffic(NamedTuple):
     public_data: Array | None = None
 
 
+class Method(NamedTuple):
+    """A method whose round is one weighted mean over the clients, as data.
+
+    `averaging.from_client` makes it, and the engine makes its round. The server sees
+    nothing of the clients but the mean and the sums of the weights, unless there is a
+    `finish`. The rules are those of `Algorithm`.
+    """
+
+    init: Callable[[Array], State]  # as of `Algorithm`
+    # (client, State.server, its row of State.clients) -> Update; with `start` also
+    # what that returns for all, and the client's entry of what it returns for each
+    client: Callable[..., Update]
+    # (State.server, row, client) -> Predictor, as of `Algorithm`
+    predict: Callable[[PyTree, PyTree, Client], Predictor]
+    score: Callable[[PyTree, Array, Array, Client], Scores]
+    # cohort -> aggregation weights, as `Cohort.mean` takes them
+    weight: Callable[[Cohort], PyTree] = lambda cohort: cohort.sizes
+    # State.server -> what an upload is a change of, and the mean where nobody trains;
+    # Grouped where the upload is marked `Own`
+    default: Callable[[PyTree], PyTree] = lambda server: server
+    # (key, State.server, the mean, sums of the weights over the clients) -> the next
+    # State.server
+    update: Callable[..., PyTree] = lambda key, server, mean, mass: mean
+    # (key, State.server, cohort) -> (a tree for all clients, a tree [S, ...] for each)
+    start: Callable[..., tuple[PyTree, PyTree]] | None = None
+    # (key, State.server, the mean, sent [S, ...], rows before and after, cohort) ->
+    # State, Metrics(clients=..., server=...), in place of `update`
+    finish: Callable[..., tuple[State, Metrics]] | None = None
+    # keys of State.server, means of parameters that a server optimizer may move
+    averages: tuple[str, ...] = ()
+    # of the predictors of an Update, right after local training; None: `score`
+    post: Callable[[PyTree, Array, Array, Client], Scores] | None = None
+    # times that a round does the task's local work by `local_training.sgd`, if its
+    # gradients are the only way of examples into upload and row; 0: there are others
+    trainings: int = 0
+    # as of `Algorithm`, like the others
+    traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None
+    headline: tuple[str, str] = ("acc", "max")
+    one_architecture: bool = True
+    no_unseen: str = ""
+    excludes: Mapping[str, str] = MappingProxyType({})
+
+
+class Upload(NamedTuple):
+    """One change of what clients send, as `optax.GradientTransformation` is one of
+    gradients; `uploads.chain` applies several.
+
+    An update is an upload minus `Method.default`, without running statistics, of one
+    architecture. Each function is pure and written for one client, but for those of the
+    server.
+    """
+
+    # zeros like an update -> (state of the server, state of one client)
+    init: Callable[[PyTree], tuple[PyTree, PyTree]]
+    # (client, update, state of the server, state of the client) -> update, state of
+    # the client, what the server's function sees
+    client: Callable[..., tuple[PyTree, PyTree, PyTree]]
+    # (key, mean update, seen [S, ...], active [S], state) -> mean update, state,
+    # {name: metric}
+    server: Callable[..., tuple[PyTree, PyTree, dict[str, Array]]] | None = None
+    # (weights [S], active [S]) -> weights [S]; clients whose weight was 0 send zeros
+    weight: Callable[[Array, Array], Array] | None = None
+    # (updates [S, ...] by id, shares as of `aggregate.shares`) -> update, in place of
+    # the weighted mean; at most one in a chain
+    combine: Callable[[PyTree, PyTree], PyTree] | None = None
+    # zeros like an update -> (scalars, integers) that a client sends
+    size: Callable[[PyTree], tuple[Any, Any]] | None = None
+    # (task) -> None; raises InputError for a task it cannot have
+    check: Callable[[Task], None] | None = None
+
+
 class Algorithm(NamedTuple):
     """A method as a value: pure functions, and what is known of them.
 
@@ -457,5 +567,3 @@ class Algorithm(NamedTuple):
     # options of a task that the method's derivation excludes, with the reason as the
     # end of an error's sentence; see `engine.method.EXCLUDED`
     excludes: Mapping[str, str] = MappingProxyType({})
-    # keys of State.server, means of parameters that a server optimizer may update
-    averages: tuple[str, ...] = ()

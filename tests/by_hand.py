@@ -34,7 +34,7 @@ def _compiled(method, static):
     def step(key, state, active, t, values):
         now = {"key": key, "round": t, "evaluated": jnp.bool(False), "width": 1}
         cohort = Cohort(F, TASK, IDS, active, **now)
-        new, metrics = make(values).round(key, state, cohort)
+        new, metrics = toy.round_of(make(values), TASK)(key, state, cohort)
         rows = jax.tree.map(
             lambda a, b: jnp.where(active.reshape(-1, *[1] * (a.ndim - 1)), a, b),
             new.clients,

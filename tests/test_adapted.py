@@ -19,7 +19,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, text, vit
 from fedjax_pfl.models.adapted import bias, head, lora, norms, prompt
 from fedjax_pfl.models.transformer import Layout
-from fedjax_pfl.types import State
+from fedjax_pfl.types import RunState, State
 
 KEY, IMAGE, C = jax.random.key(0), (8, 8, 3), 4
 WIDE = 256  # features of the base whose copies are counted
@@ -253,7 +253,7 @@ def lowered(task, width, devices):
         )
         f, state = (
             put(f, P()),
-            State(put(state.server, P()), put(state.clients, P(AXIS))),
+            RunState(State(put(state.server, P()), put(state.clients, P(AXIS)))),
         )
     args = (key, traced, f, state, t, S((), bool))
     run = jax.jit(program.round, donate_argnums=3)

@@ -102,7 +102,7 @@ def draw(method: str, seed: int) -> Case:
         federation(sizes, own, *more, seed)
         for more in ((0, 0.0), (int(rng.integers(1, 9)), np.nan))
     )
-    excluded = method in EXCLUDES["optimizer"]
+    excluded = "optimizer" in EXCLUDES[method]
     optimizers = [name for name in OPTIMIZERS if name == "sgd" or not excluded]
     given = {
         "sizes": sizes[0],

@@ -8,9 +8,8 @@ import optax
 import pytest
 import toy
 
-from fedjax_pfl import server_optimizer
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.method import bound as method_of
+from fedjax_pfl.engine.method import Setting, bound
 from fedjax_pfl.errors import InputError
 
 # where each state keeps what the name "head" stands for; the other parameters must move
@@ -59,11 +58,9 @@ def test_an_optimizer_that_selects_by_name_sees_each_models_own_parts(method):
 @pytest.mark.parametrize("method", [toy.slow("fedavg"), "scaffold"])
 def test_a_server_optimizer_that_selects_by_name_sees_the_parts_of_a_model(method):
     """SCAFFOLD's server has the model as a part of its own."""
-    under = server_optimizer.optimized(method, frozen_heads)
-    run = toy.train(under, toy.task(), rounds=1, server_optimizer_lr=1.0)
+    run = toy.train(method, toy.task(), rounds=1, options={"server": frozen_heads(1.0)})
     before, after = (
-        state.server.method.get("w", state.server.method)
-        for state in (run.begin, run.state)
+        state.server.get("w", state.server) for state in (run.begin, run.state)
     )
     toy.assert_same(before["head"], after["head"])
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
@@ -74,12 +71,12 @@ def test_weights_that_no_client_trains_stay_under_adam_at_the_server():
     """Their mean is what they were to rounding, of which Adam would make steps of full
     length."""
     run = toy.train(
-        server_optimizer.optimized("fedavg"),
+        "fedavg",
         toy.task(optimizer=frozen_heads),
         rounds=2,
-        server_optimizer_lr=0.01,
+        options={"server": optax.adam(0.01)},
     )
-    before, after = (state.server.method for state in (run.begin, run.state))
+    before, after = (state.server for state in (run.begin, run.state))
     toy.assert_same(before["head"], after["head"])
     assert not np.array_equal(*(jax.tree.leaves(x["body"])[0] for x in (before, after)))
 
@@ -106,7 +103,7 @@ PLAIN_SGD = ("scaffold", "fednova")
 def test_only_plain_sgd_is_taken_where_the_derivation_needs_it(method):
     task, factory = toy.method_task(method), toy.METHODS[method]
     for rule in PLAIN.values():
-        method_of(factory, task._replace(optimizer=rule), {}, 1.0)
+        bound(Setting(factory, task._replace(optimizer=rule), {}))
     for rule in OTHERS.values():
         with (
             pytest.raises(
@@ -115,4 +112,4 @@ def test_only_plain_sgd_is_taken_where_the_derivation_needs_it(method):
             if method in PLAIN_SGD
             else contextlib.nullcontext()
         ):
-            method_of(factory, task._replace(optimizer=rule), {}, 1.0)
+            bound(Setting(factory, task._replace(optimizer=rule), {}))

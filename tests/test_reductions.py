@@ -14,7 +14,7 @@ from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import averaging, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.types import State
+from fedjax_pfl.types import RunState, State
 
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
@@ -208,7 +208,9 @@ def test_mnfl_of_own_models_only_is_local():
         )[0]
     )
     state = program.init(KEY, program.traced)
-    state = State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
+    state = RunState(
+        State({**state.server, "coefficients": jnp.eye(toy.N)}, state.clients)
+    )
     for t in range(3):
         state = step(state, jnp.int32(t))
     assert_close(state.server["w"], train("local").state.clients)

@@ -104,12 +104,15 @@ CLIENT |= {
     "TRANSFER": 42,
     "WARM_UP": 43,
 }
-CLIENT |= {"EXTRACTOR": 45, "ATTACK": 0x6E03, "COMPRESS": 0x6E05}
+CLIENT |= {"EXTRACTOR": 45, "ATTACK": 0x6E03, "COMPRESS": 0x6E05, "OPTION": 0x6E10}
 STREAMS = {
     "Run": {"INIT": 0, "ROUND": 1},
     "Round": {"SAMPLING": 2, "SERVER": 3, "CLIENTS": 4},
-    "Server": {"PUBLIC": 40, "STUDENT": 41, "NOISE": 0x6E01, "QUANTILE": 0x6E02},
-    "Cohort": {"ORDER": 0x5CA4, "UPLOAD": 0x7F00},
+    "Server": {
+        **{"PUBLIC": 40, "STUDENT": 41, "NOISE": 0x6E01, "QUANTILE": 0x6E02},
+        "OPTION": 0x6E10,
+    },
+    "Cohort": {"ORDER": 0x5CA4},
     "Client": CLIENT,
     "Step": {"LOSS": 3, "AUGMENT": 4, "MIX": 9},
     "Loss": {"GUMBEL": 21, "SHARED": 22, "INNER": 23, "NOISE": 0x6E04},

@@ -264,11 +264,9 @@ def one_client():
             evaluated=jnp.bool(False),
             width=1,
         )
-        return (
-            ALGORITHMS["pfedc"](task)
-            .round(key, state, cohort)[0]
-            .server["head"]["kernel"]
-        )
+        return toy.round_of(ALGORITHMS["pfedc"](task), task)(key, state, cohort)[
+            0
+        ].server["head"]["kernel"]
 
     return run
 

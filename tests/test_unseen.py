@@ -78,7 +78,7 @@ def personalised(factory, given, server, t, rounds=1, **options):
 
 def keeping(task):
     """FedAvg whose clients keep the mean of the round and predict with it."""
-    base = ALGORITHMS["fedavg"](task)
+    base = toy.written_out(ALGORITHMS["fedavg"](task), task)
 
     def init(key):
         server, own = base.init(key)
@@ -140,7 +140,7 @@ def test_rounds_of_personalisation_go_on_from_their_rows():
 def of_the_round(task):
     """FedAvg whose `post` score is the number of the round, and whose predictions are
     random."""
-    base = ALGORITHMS["fedavg"](task)
+    base = toy.written_out(ALGORITHMS["fedavg"](task), task)
 
     def round(key, state, cohort):
         state, metrics = base.round(key, state, cohort)
@@ -171,7 +171,7 @@ def test_rounds_of_personalisation_have_the_numbers_that_follow():
 
 def of_the_rate(task):
     """FedAvg whose `post` score is the learning rate."""
-    base = ALGORITHMS["fedavg"](task)
+    base = toy.written_out(ALGORITHMS["fedavg"](task), task)
 
     def round(key, state, cohort):
         state, metrics = base.round(key, state, cohort)

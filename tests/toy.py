@@ -14,6 +14,7 @@ from flax import nnx
 
 from fedjax_pfl import models, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.engine import method as engine_method
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
@@ -21,8 +22,10 @@ from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  
 from fedjax_pfl.types import (
     Algorithm,
     Federation,
+    Method,
     Metrics,
     Model,
+    RunState,
     State,
     Task,
     Traffic,
@@ -183,31 +186,39 @@ def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
     return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
 
 
-def one_round(algorithm: Algorithm, key, state: State, cohort: Cohort):
+def round_of(made: Algorithm | Method, given: Task | None = None):
+    """Returns (key, State, Cohort) -> State, Metrics of what a factory returned."""
+    runner = engine_method.run(made, task() if given is None else given, {})
+
+    def run(key, state: State, cohort: Cohort) -> tuple[State, Metrics]:
+        new, metrics = runner.round(key, RunState(state), cohort)
+        return new.method, metrics
+
+    return run
+
+
+def written_out(made: Method, given: Task) -> Algorithm:
+    """Returns a method as one that writes its own round."""
+
+    def sent(state, cohort, metrics):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(made.init, round_of(made, given), made.predict, made.score, sent)
+
+
+def one_round(made: Algorithm | Method, key, state: State, cohort: Cohort):
     """Returns the state of all clients and the metrics after a round of a cohort."""
     rows = State(state.server, trees.gather(state.clients, cohort.ids))
-    new, metrics = algorithm.round(key, rows, cohort)
+    new, metrics = round_of(made)(key, rows, cohort)
     at = cohort.ids, new.clients, cohort.active
     return State(new.server, trees.scatter(state.clients, *at)), metrics
 
 
-def sent(algorithm: Algorithm, cohort: Cohort) -> Traffic:
-    """Returns what a round of this cohort sends, by the shapes of its uploads."""
-
-    def trace(key) -> State:
-        state = algorithm.init(key)
-        algorithm.round(
-            key,
-            State(
-                state.server,
-                jax.tree.map(lambda x: x[: len(cohort.ids)], state.clients),
-            ),
-            cohort,
-        )
-        return state
-
-    state = jax.eval_shape(trace, jax.random.key(0))
-    return (algorithm.traffic or traffic.uploads)(state, cohort, Metrics())
+def sent(made: Algorithm | Method, cohort: Cohort) -> Traffic:
+    """Returns what a round of this cohort sends."""
+    state = jax.eval_shape(made.init, jax.random.key(0))
+    runner = engine_method.run(made, task(), {})
+    return runner.traffic(RunState(state), cohort, Metrics())
 
 
 class Trained:
@@ -255,6 +266,7 @@ def train(
     key=None,
     federation_=None,
     begin=None,
+    options=None,
     **hparams,
 ) -> Trained:
     """Runs rounds of a method (a name or a factory) one by one, each scored after local
@@ -263,12 +275,17 @@ def train(
     Its parts are compiled once for each task and each choice of what is not a float:
     other floats need nothing new. Together they take half of what compiling
     `simulate.curve` takes.
+
+    Args:
+      begin: a RunState, or a State of the method.
+      options: `uploads` and `server` of `simulate.program`.
     """
+    options = options or {}
     factory = METHODS[method] if isinstance(method, str) else method
-    program = simulate.program(factory, given, hparams, checked=False)
+    program = simulate.program(factory, given, hparams, checked=False, **options)
     values = simulate.hyperparameters(factory) | hparams
     fixed = sorted((k, repr(v)) for k, v in values.items() if k not in program.traced)
-    where = (factory, id(given), *program.traced, *fixed)
+    where = (factory, id(given), repr(options), *program.traced, *fixed)
     if where not in _compiled:
         jitted = {
             name: jax.jit(getattr(program, name))
@@ -280,6 +297,7 @@ def train(
         _compiled[where] = (given, jitted | {"init": program.init})
     steps, key = _compiled[where][1], jax.random.key(5) if key is None else key
     begin = steps["init"](key, program.traced) if begin is None else begin
+    begin = RunState(begin) if isinstance(begin, State) else begin
     return Trained(
         steps,
         program,

@@ -12,8 +12,8 @@ import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, local_training, losses, trees
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, PyTree, Task, Update
+from fedjax_pfl.algorithms.registry import ONE_RATE, register
+from fedjax_pfl.types import Array, Method, PyTree, Task, Update
 
 
 def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
@@ -22,14 +22,14 @@ def mixture(v: PyTree, a: Array, w: PyTree) -> PyTree:
     return {**mixed, "stats": v["stats"]}
 
 
-@register("apfl")
+@register("apfl", targets=True, excludes={"lr": ONE_RATE})
 def apfl(
     task: Task,
     *,
     alpha: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     adaptive: bool = True,
     lr_alpha: Annotated[float, Ge(0)] | None = None,
-) -> Algorithm:
+) -> Method:
     """Trains w as FedAvg does, and v such that the mixture a v + (1 - a) w fits the
     client; a is learned.
 

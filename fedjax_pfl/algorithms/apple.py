@@ -52,7 +52,7 @@ def schedule(t: Array, last: Numeric, shape: str) -> Array:
     return jnp.where(part < 1, value, 0)
 
 
-@register("apple")
+@register("apple", targets=True)
 def apple(
     task: Task,
     *,

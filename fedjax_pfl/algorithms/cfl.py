@@ -54,7 +54,7 @@ def split_clusters(cluster: Array, cosine: Array, divide: Array) -> Array:
     return jax.lax.fori_loop(0, len(cluster), one, cluster)
 
 
-@register("cfl")
+@register("cfl", targets=True)
 def cfl(
     task: Task,
     *,

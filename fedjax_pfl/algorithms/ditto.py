@@ -11,16 +11,16 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, local_training, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Task, Update
+from fedjax_pfl.types import Method, Task, Update
 
 
-@register("ditto")
+@register("ditto", targets=True)
 def ditto(
     task: Task,
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     personal_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
-) -> Algorithm:
+) -> Method:
     """Trains w as FedAvg does and v with the extra gradient lam (v - w^t), w^t the
     received global model (Eq. 1).
 
@@ -54,5 +54,9 @@ def ditto(
     def predict(server, row, c):
         return averaging.predictor(c.model, row["v"])
 
+    # other epochs of v are no count of the task's own local work
+    trainings = 2 if personal_epochs is None else 0
     averages = averaging.BODY_AND_HEAD
-    return averaging.from_client(init, client, predict, averages=averages)
+    return averaging.from_client(
+        init, client, predict, averages=averages, trainings=trainings
+    )

@@ -21,17 +21,9 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Own,
-    PyTree,
-    State,
-    Task,
-    Update,
-)
+from fedjax_pfl.types import Array, Method, Metrics, Own, PyTree, State, Task, Update
 
 
 def others(server: PyTree, id: Array, class_counts: Array) -> Array:
@@ -57,8 +49,8 @@ def teacher(
     return received, mine["known"] | (count > 0)
 
 
-@register("fd", several_architectures=True)
-def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+@register("fd", several_architectures=True, excludes={"mix": READS_LABELS})
+def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Trains each client's own model on labels, and on the others' mean prediction for
     the label.
 
@@ -111,11 +103,12 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         row = {"w": Own(w), "own": own, "table": table, "known": known}
         return Update(own, row, logits, value)
 
-    def server_update(server, mean, cohort):
+    def finish(key, server, mean, sent, old, rows, cohort):
         took = jnp.zeros_like(server["took"]).at[cohort.ids].set(cohort.trained)
         count = jnp.sum(cohort.class_counts > 0, axis=0, dtype=jnp.int32)
         new = {"mean": mean, "count": count, "took": took}
-        return trees.choose(jnp.any(cohort.trained), new, server)
+        new = trees.choose(jnp.any(cohort.trained), new, server)
+        return State(new, rows), Metrics()
 
     def predict(server, row, c):
         return predictor(c.model, row["w"])
@@ -139,6 +132,6 @@ def fd(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         predict,
         weight=lambda cohort: cohort.class_counts > 0,
         default=lambda server: jnp.zeros_like(server["mean"]),
-        server_update=server_update,
+        finish=finish,
         traffic=sent,
     )

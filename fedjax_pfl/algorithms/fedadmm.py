@@ -16,17 +16,17 @@ from annotated_types import Ge, Gt
 from fedjax_pfl import averaging, local_training, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, State, Task, Update
+from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("fedadmm")
+@register("fedadmm", targets=True)
 def fedadmm(
     task: Task,
     *,
     rho: Annotated[float, Gt(0)] | None = None,
     server_lr: Annotated[float, Ge(0)] = 1.0,
     start: Literal["server", "client"] = "server",
-) -> Algorithm:
+) -> Method:
     """Minimises f_i(w) + <y_i, w - theta> + rho/2 ||w - theta||^2, then adds rho (w_i -
     theta) to y_i.
 
@@ -86,7 +86,7 @@ def fedadmm(
     def default(server):
         return server["w"] | jax.tree.map(jnp.zeros_like, params(server["w"]))
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         old = params(server["w"])
         new = jax.tree.map(lambda w, d: w + server_lr * d, old, params(mean))
         return {"w": mean | optax.tree.cast_like(new, old)}
@@ -100,5 +100,5 @@ def fedadmm(
         predict,
         weight=lambda cohort: cohort.trained,
         default=default,
-        server_update=server_update,
+        update=update,
     )

@@ -18,10 +18,10 @@ from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import BODY_AND_HEAD, predictor
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Batch,
     Data,
+    Method,
     PyTree,
     Task,
     Update,
@@ -124,7 +124,7 @@ def learn(
     return weights, epochs
 
 
-@register("fedala")
+@register("fedala", targets=True)
 def fedala(
     task: Task,
     *,
@@ -134,7 +134,7 @@ def fedala(
     window: Annotated[int, Interval(ge=1, le=1000)] = 10,
     threshold: Annotated[float, Ge(0)] = 0.1,
     cap: Annotated[int, Interval(ge=1, le=100_000)] = 100,
-) -> Algorithm:
+) -> Method:
     """Trains from w_i + (w^t - w_i) W_i, W_i learned on the client's examples, in the
     head; else from w^t.
 

@@ -69,7 +69,7 @@ def weights(
     return xi * jnp.where(excess, 1 / jnp.where(excess, total, 1), 1)[:, None], excess
 
 
-@register("fedamp")
+@register("fedamp", targets=True)
 def fedamp(
     task: Task,
     *,

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from annotated_types import Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
+from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
 
 NEAREST = 1e-14  # smaller distances count as this one
 
@@ -57,13 +57,13 @@ def weights(stats: PyTree, seen: Array, ids: Array, lam: Numeric) -> Array:
     return jax.lax.map(one, ids)
 
 
-@register("fedap")
+@register("fedap", targets=True)
 def fedap(
     task: Task,
     *,
     warmup: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     lam: Annotated[float, Interval(ge=0, le=1)] = 0.5,
-) -> Algorithm:
+) -> Method:
     """Trains from lam w_i + sum_j a_ij w_j and the client's own batch norm; a_ij is in
     proportion to 1/d_ij (`distances`).
 
@@ -100,35 +100,27 @@ def fedap(
     def warm(cohort):
         return cohort.round < jnp.round(warmup * rounds)
 
-    def round(key, state, cohort):
-        server = state.server
+    def start(key, server, cohort):
         # Matrix products round a row by its position: rows are ordered by their ids.
         order = jnp.argsort(cohort.ids)
-        start = trees.gather(mixed(server, cohort.ids[order]), jnp.argsort(order))
+        return (), trees.gather(mixed(server, cohort.ids[order]), jnp.argsort(order))
 
-        def client(c, start, own):
-            w, value = sgd(c, split.receive(start, own))
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            return shared, shared, own, value, post
+    def client(c, server, own, _, start):
+        w, value = sgd(c, split.receive(start, own))
+        shared, own = split.send(w)
+        return Update(shared, own, predictor(c.model, w), value, sent=shared)
 
-        mean, (w, own, value, post) = cohort.mean(
-            client,
-            start,
-            state.clients,
-            weight=cohort.sizes,
-            default=trees.gather(server["w"], 0),
-        )
+    def finish(key, server, mean, w, old, rows, cohort):
         # In the warm-up everybody has the mean, of which a mixture is the mean.
         kept = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         same = warm(cohort) & jnp.any(cohort.trained)
         here = cohort.trained & warm(cohort)
         server = {
             "w": trees.choose(same, trees.replicate(mean, n), kept),
-            "stats": trees.scatter(server["stats"], cohort.ids, own["stats"], here),
+            "stats": trees.scatter(server["stats"], cohort.ids, rows["stats"], here),
             "seen": server["seen"].at[cohort.ids].max(cohort.trained),
         }
-        return State(server, own), Metrics(value, post)
+        return State(server, rows), Metrics()
 
     def predict(server, own, c):
         mine = trees.gather(mixed(server, c.id[None]), 0)
@@ -139,4 +131,12 @@ def fedap(
         up = jnp.where(warm(cohort), size + stats, size)
         return traffic.both_ways(cohort, size, jnp.broadcast_to(up, cohort.ids.shape))
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        default=lambda server: trees.gather(server["w"], 0),
+        start=start,
+        finish=finish,
+        traffic=sent,
+    )

@@ -21,9 +21,9 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import Algorithm, Array, Client, PyTree, Task, Update
+from fedjax_pfl.types import Array, Client, Method, PyTree, Task, Update
 
 
 class Draw(keys.Stream):
@@ -47,13 +47,13 @@ def fisher(c: Client, w: PyTree, batch_size: int) -> Array:
     return local_training.fold(c.train, add, jnp.zeros(()), batch_size)
 
 
-@register("fedas")
+@register("fedas", excludes={"mix": READS_LABELS})
 def fedas(
     task: Task,
     *,
     align_lr: Annotated[float, Ge(0)] = 0.01,
     align_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
-) -> Algorithm:
+) -> Method:
     """Averages the bodies with weights in proportion to the trace of the clients'
     Fisher information; each client keeps its head.
 
@@ -118,7 +118,7 @@ def fedas(
         predict, seen = predictor(c.model, w), {"fisher": trace}
         return Update(upload, {"w": w, "own": own}, predict, value, seen)
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         total = mean["fisher"]
         new = jax.tree.map(lambda x: x / jnp.where(total > 0, total, 1), mean["w"])
         return trees.choose(total > 0, optax.tree.cast_like(new, server), server)
@@ -136,6 +136,6 @@ def fedas(
         predict,
         weight=lambda cohort: cohort.trained,
         default=lambda server: {"w": server, "fisher": jnp.ones((), jnp.float32)},
-        server_update=server_update,
+        update=update,
         traffic=sent,
     )

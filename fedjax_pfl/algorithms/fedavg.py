@@ -12,23 +12,23 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Method, Task
 
 
-@register("fedavg")
-def fedavg(task: Task) -> Algorithm:
+@register("fedavg", targets=True, trainings=1)
+def fedavg(task: Task) -> Method:
     """Averages the clients' models weighted by their numbers of training examples
     (Algorithm 1)."""
     return partial_averaging(task, split(task))
 
 
-@register("fedavg_ft")
+@register("fedavg_ft", targets=True, trainings=1)
 def fedavg_ft(
     task: Task,
     *,
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
     fine_tune: Literal["all", "head", "body"] = "all",
-) -> Algorithm:
+) -> Method:
     """FedAvg whose global model each client fine-tunes before it predicts; the
     fine-tuned copy is discarded.
 
@@ -42,8 +42,8 @@ def fedavg_ft(
     return partial_averaging(task, split(task), fine_tune=phase)
 
 
-@register("fedprox")
-def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Algorithm:
+@register("fedprox", targets=True, trainings=1)
+def fedprox(task: Task, *, mu: Annotated[float, Ge(0)] = 0.001) -> Method:
     """FedAvg with the proximal term mu/2 ||w - w^t||^2 in the local loss (Eq. 2).
 
     Args:

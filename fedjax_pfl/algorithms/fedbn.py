@@ -10,11 +10,11 @@ from absl import logging
 
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import partial_averaging, split
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Method, Task
 
 
-@register("fedbn")
-def fedbn(task: Task) -> Algorithm:
+@register("fedbn", targets=True)
+def fedbn(task: Task) -> Method:
     """Averages all but the batch-norm layers, which are found by module type; equals
     FedAvg where there are none."""
     if not any(jax.tree.leaves(task.model.bn_mask)):

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from annotated_types import Gt, Interval
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
+from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
 
 
 def critical(old: PyTree, new: PyTree, share: Numeric) -> PyTree:
@@ -55,13 +55,13 @@ def collaborators(o: Array, here: Array, progress: Numeric) -> Array:
     return own | (pairs & near)
 
 
-@register("fedcac")
+@register("fedcac", targets=True)
 def fedcac(
     task: Task,
     *,
     tau: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     beta: Annotated[float, Gt(0)] = 100.0,
-) -> Algorithm:
+) -> Method:
     """Starts from m_i * w^i + (1 - m_i) * w, w the global model, w^i the mean over the
     clients that share critical parameters, m_i the mask of the critical ones.
 
@@ -91,18 +91,17 @@ def fedcac(
         mixed = jax.tree.map(jnp.where, row["mask"], row["critical"], params(w))
         return w | mixed
 
-    def round(key, state, cohort):
-        def client(c, row):
-            start = receive(state.server, row)
-            w, value = sgd(c, start)
-            mask = critical(params(start), params(w), tau)
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            return shared, params(w), mask, own, value, post
+    def client(c, server, row):
+        start = receive(server, row)
+        w, value = sgd(c, start)
+        mask = critical(params(start), params(w), tau)
+        shared, own = split.send(w)
+        kept = {**row, "own": own}
+        sent = params(w), mask
+        return Update(shared, kept, predictor(c.model, w), value, sent=sent)
 
-        mean, (w, mask, own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
+    def finish(key, server, mean, sent, before, rows, cohort):
+        w, mask = sent
         # Clients whose critical parameters overlap; sums in the order of the ids.
         order = jnp.argsort(cohort.ids)
         here, back = cohort.trained[order], jnp.argsort(order)
@@ -117,15 +116,15 @@ def fedcac(
             return mixed.astype(x.dtype)[back]
 
         new = {"critical": jax.tree.map(mix, models), "mask": mask}
-        old = {name: state.clients[name] for name in new}
-        rows = {**trees.where(cohort.trained, new, old), "own": own}
+        old = {name: before[name] for name in new}
+        rows = {**trees.where(cohort.trained, new, old), "own": rows["own"]}
         seen = {"collaborators": jnp.sum(with_me, axis=1)[back]}
-        return State(mean, rows), Metrics(value, post, seen)
+        return State(mean, rows), Metrics(clients=seen)
 
     def predict(server, row, c):
         return predictor(c.model, receive(server, row))
 
-    def sent(state, cohort, metrics):
+    def travels(state, cohort, metrics):
         # Down both models, up the model and a bit per parameter.
         size, words = (
             trees.size(state.server),
@@ -134,11 +133,11 @@ def fedcac(
         count = traffic.both_ways(cohort, 2 * size, size)
         return count._replace(ints=words * cohort.active.astype(jnp.int32))
 
-    return Algorithm(
+    return averaging.from_client(
         init,
-        round,
+        client,
         predict,
-        evaluation.classification,
-        sent,
+        finish=finish,
+        traffic=travels,
         no_unseen="its critical parameters are averaged over the clients of a round",
     )

@@ -33,8 +33,8 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
+    Method,
     Network,
     PyTree,
     State,
@@ -222,7 +222,7 @@ def objective(
     return loss
 
 
-@register("fedcp")
+@register("fedcp", targets=True)
 @hyperparameters.shared(Parts)
 def fedcp(
     task: Task,
@@ -233,7 +233,7 @@ def fedcp(
     depth: Annotated[int, Interval(ge=1, le=4)] = 1,
     norm: Literal["layer", "batch", "group", "none"] = "layer",
     activation: Literal["relu", "tanh", "sigmoid"] = "relu",
-) -> Algorithm:
+) -> Method:
     """Averages extractor, policy network and the midpoint of global and personal head;
     the personal head is unchanged.
 

@@ -37,7 +37,7 @@ def partner(w: PyTree, t: Array, select: str) -> Array:
     return jnp.argmin(jnp.where(own, jnp.inf, sign * cosine), axis=1)
 
 
-@register("fedcross")
+@register("fedcross", targets=True)
 def fedcross(
     task: Task,
     *,

@@ -13,16 +13,16 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, State, Task, Update
+from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("feddbe")
+@register("feddbe", targets=True)
 def feddbe(
     task: Task,
     *,
     kappa: Annotated[float, Ge(0)] = 50.0,
     momentum: Annotated[float, Interval(ge=0, le=1)] = 1.0,
-) -> Algorithm:
+) -> Method:
     """Trains the model on features h + z_i, z_i the client's vector, with the penalty
     kappa/2 mean((m - m^g)^2).
 
@@ -86,10 +86,10 @@ def feddbe(
         upload = {"w": shared, "mean": mean}
         return Update(upload, own, predictor(w), value)
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         known = server["known"]
         center = jnp.where(known, server["mean"], mean["mean"])
-        here = known | jnp.any(cohort.trained)
+        here = known | (mass > 0)
         return {"w": mean["w"], "mean": center, "known": here}
 
     def predict(server, own, c):
@@ -100,6 +100,6 @@ def feddbe(
         client,
         predict,
         default=lambda server: {"w": server["w"], "mean": server["mean"]},
-        server_update=server_update,
+        update=update,
         averages=("w",),
     )

@@ -16,21 +16,14 @@ from annotated_types import Ge, Gt, Interval
 from fedjax_pfl import (
     architectures,
     averaging,
-    evaluation,
     hyperparameters,
     keys,
     local_training,
 )
 from fedjax_pfl.algorithms import public_data
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import ROW_TARGETS, register
 from fedjax_pfl.optimizers import clipped
-from fedjax_pfl.types import (
-    Algorithm,
-    Metrics,
-    Own,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Method, Metrics, Own, State, Task, Update
 
 
 class Students(NamedTuple):
@@ -60,9 +53,13 @@ class Students(NamedTuple):
     temperature: Annotated[float, Gt(0)] = 1.0
 
 
-@register("feddf", several_architectures=True)
+@register(
+    "feddf",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Students)
-def feddf(task: Task, *, on: Students) -> Algorithm:
+def feddf(task: Task, *, on: Students) -> Method:
     """Averages the models within each architecture and distils the mean logits of all
     clients' models into each mean.
 
@@ -116,49 +113,49 @@ def feddf(task: Task, *, on: Students) -> Algorithm:
             gaps.append(gap)
         return architectures.grouped(students), jnp.mean(jnp.stack(gaps))
 
-    def round(key, state, cohort):
-        index = public_data.draw(key, task, on.public_size)
+    def draw(key, server, cohort):
+        return public_data.draw(key, task, on.public_size), ()
 
-        def client(c, own):
-            w = split.receive(architectures.select(state.server, c.architecture), own)
-            w, value = sgd(c, w)
-            shared, own = split.send(w, c.architecture)
-            data = public_data.subset(c.public, index, c.train.size > 0)
-            # The server has the clients' models, its teachers.
-            with jax.named_scope(local_training.ON_SERVER):
-                z = public_data.logits(
-                    c.model, w, data, task.num_classes, on.public_batch
-                )
-            post = evaluation.post(cohort, c, averaging.predictor(c.model, w))
-            return Own(shared), Own(own), z, value, post
-
+    def client(c, server, own, index, _):
+        w = split.receive(architectures.select(server, c.architecture), own)
+        w, value = sgd(c, w)
+        shared, own = split.send(w, c.architecture)
+        data = public_data.subset(c.public, index, c.train.size > 0)
+        # The server has the clients' models, its teachers.
+        with jax.named_scope(local_training.ON_SERVER):
+            z = public_data.logits(c.model, w, data, task.num_classes, on.public_batch)
+        predict = averaging.predictor(c.model, w)
         # Models are averaged within each architecture.
-        fused, (own, z, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
+        return Update(Own(shared), Own(own), predict, value, sent=z)
+
+    def finish(key, server, fused, z, old, rows, cohort):
         # Each mean learns from the mean logits of all models.
+        index, _ = draw(key, server, cohort)
         teachers = public_data.gathered(cohort, z)
         weight = public_data.normalised(jnp.ones(len(teachers.ids)), teachers.here)
         target = jax.nn.softmax(public_data.mean(weight, teachers) / on.temperature)
         students, gap = distil(key, fused, cohort, index, target)
-        metrics = Metrics(value, post, server={"distillation_loss": gap})
-        return State(students, own), metrics
+        return State(students, rows), Metrics(server={"distillation_loss": gap})
 
     def predict(server, own, c):
         server = architectures.select(server, c.architecture)
         return averaging.predictor(c.model, split.receive(server, own))
 
-    return Algorithm(init, round, predict, evaluation.classification)
+    return averaging.from_client(init, client, predict, start=draw, finish=finish)
 
 
-@register("pfeddf", several_architectures=True)
+@register(
+    "pfeddf",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Students)
 def pfeddf(
     task: Task,
     *,
     on: Students,
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
-) -> Algorithm:
+) -> Method:
     """FedDF whose fused model each client fine-tunes before it predicts; the fine-tuned
     copy is discarded (KT-pFL).
 

@@ -15,11 +15,11 @@ from annotated_types import Gt
 from fedjax_pfl import averaging, local_training, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, State, Task, Update
+from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("feddyn")
-def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Algorithm:
+@register("feddyn", targets=True)
+def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Method:
     """Minimises L_k(w) - <g_k, w> + alpha/2 ||w - w^t||^2 on each client.
 
     A client then updates its estimate g_k of grad L_k to g_k - alpha (w_k - w^t). The
@@ -58,9 +58,9 @@ def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Algorithm:
         row = {"g": optax.tree.cast_like(g, row["g"]), "own": own}
         return Update(upload, row, predictor(c.model, w), value)
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         old, h = params(server["w"]), server["h"]
-        part = jnp.sum(cohort.trained) / task.num_clients
+        part = mass / task.num_clients
         new = jax.tree.map(
             lambda h, m, w: h - alpha * part * (m - w), h, params(mean), old
         )
@@ -68,7 +68,7 @@ def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Algorithm:
         moved = optax.tree.cast_like(
             {"w": {**mean, **w}, "h": new}, {"w": mean, "h": h}
         )
-        return trees.choose(jnp.any(cohort.trained), moved, server)
+        return trees.choose(mass > 0, moved, server)
 
     def predict(server, row, c):
         return predictor(c.model, split.receive(server["w"], row["own"]))
@@ -79,5 +79,5 @@ def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Algorithm:
         predict,
         weight=lambda cohort: cohort.trained,
         default=lambda server: server["w"],
-        server_update=server_update,
+        update=update,
     )

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from annotated_types import Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, losses, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, ROW_TARGETS, register
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Batch,
     Data,
+    Method,
     Predictor,
     PyTree,
     State,
@@ -80,12 +80,14 @@ def mixture(task: Task, components: PyTree, pi: Array) -> Predictor:
     return predict
 
 
-@register("fedem")
+@register(
+    "fedem", excludes={"loss": OWN_LOSS, "mix": READS_LABELS, "positions": ROW_TARGETS}
+)
 def fedem(
     task: Task,
     *,
     components: Annotated[int, Interval(ge=1, le=100)] = 3,
-) -> Algorithm:
+) -> Method:
     """Trains M models on all examples, each weighted by how likely the model made it,
     and averages them as FedAvg does.
 

@@ -94,7 +94,7 @@ def mean_loss(
     return total / jnp.maximum(data.size, 1)
 
 
-@register("fedfomo")
+@register("fedfomo", targets=True)
 def fedfomo(
     task: Task,
     *,

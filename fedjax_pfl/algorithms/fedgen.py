@@ -15,7 +15,6 @@ from flax import nnx
 
 from fedjax_pfl import (
     averaging,
-    evaluation,
     keys,
     local_training,
     losses,
@@ -26,7 +25,7 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Algorithm, Array, Metrics, Own, State, Task
+from fedjax_pfl.types import Array, Method, Own, State, Task, Update
 
 
 class Draw(keys.Stream):
@@ -62,7 +61,7 @@ def fedgen(
     hidden: Annotated[int, Interval(ge=1, le=100_000)] = 256,
     generator_lr: Annotated[float, Ge(0)] = 0.005,
     server_steps: Annotated[int, Interval(ge=0, le=100_000)] = 100,
-) -> Algorithm:
+) -> Method:
     """Adds alpha CE(head(G(z, y')), y') to the loss of the client; G minimises CE(sum_k
     p_k head_k(G(z, y')), y') at the server.
 
@@ -134,31 +133,23 @@ def fedgen(
         with jax.named_scope(local_training.ON_SERVER):
             return jax.lax.fori_loop(0, server_steps, step, (net, opt))
 
-    def round(key, state, cohort):
-        server = state.server
+    def client(c, server, own):
+        def loss(w, batch, key):
+            z, stats = c.model.apply(w, batch.x, mask=batch.mask, train=True, key=key)
+            made = jax.lax.stop_gradient(generate(server["net"], key))
+            value = losses.of(task)(z, batch.y, batch.mask)
+            return value + alpha * head_loss(w["head"], *made), stats
 
-        def client(c, own):
-            def loss(w, batch, key):
-                z, stats = c.model.apply(
-                    w, batch.x, mask=batch.mask, train=True, key=key
-                )
-                made = jax.lax.stop_gradient(generate(server["net"], key))
-                value = losses.of(task)(z, batch.y, batch.mask)
-                return value + alpha * head_loss(w["head"], *made), stats
+        w, value = sgd(c, split.receive(server["w"], own), loss=loss)
+        upload, own = split.send(w, c.architecture)
+        return Update(upload, Own(own), predictor(c.model, w), value)
 
-            w, value = sgd(c, split.receive(server["w"], own), loss=loss)
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            upload, own = split.send(w, c.architecture)
-            return upload, Own(own), value, post
-
-        mean, (own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=server["w"]
-        )
+    def update(key, server, mean, mass):
         # The generator is trained on the mean of the heads.
         trained = train(key, mean["head"], server["net"], server["opt"])
         before = server["net"], server["opt"]
-        net, opt = trees.choose(jnp.any(cohort.trained), trained, before)
-        return State({"w": mean, "net": net, "opt": opt}, own), Metrics(value, post)
+        net, opt = trees.choose(mass > 0, trained, before)
+        return {"w": mean, "net": net, "opt": opt}
 
     def predict(server, own, c):
         return predictor(c.model, split.receive(server["w"], own))
@@ -168,4 +159,11 @@ def fedgen(
         down = size + trees.size(state.server["net"])
         return traffic.both_ways(cohort, down, size)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        default=lambda server: server["w"],
+        update=update,
+        traffic=sent,
+    )

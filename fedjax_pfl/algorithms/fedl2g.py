@@ -22,10 +22,10 @@ from fedjax_pfl import (
     optimizers,
     traffic,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Algorithm, Own, State, Task, Update
+from fedjax_pfl.types import Method, Own, State, Task, Update
 
 
 class Draw(keys.Stream):
@@ -42,7 +42,7 @@ class Start(keys.Stream):
     GUIDE = 50, "the guidance"
 
 
-@register("fedl2g", several_architectures=True)
+@register("fedl2g", several_architectures=True, excludes={"mix": READS_LABELS})
 def fedl2g(
     task: Task,
     *,
@@ -50,7 +50,7 @@ def fedl2g(
     warmup: Annotated[int, Interval(ge=0, le=10_000)] = 50,
     quiz: Annotated[float, Interval(ge=0, le=1)] = 0.1,
     clip: Annotated[float, Ge(0)] = 100.0,
-) -> Algorithm:
+) -> Method:
     """Trains each client's own model on CE(z, y) + mean((z - G_y)^2), G [C, C] the
     server's guidance for the logits z.
 
@@ -127,11 +127,11 @@ def fedl2g(
         upload = {"slope": slope * has[:, None], "has": has}
         return Update(upload, Own(w), predictor(c.model, w), value)
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         slope = mean["slope"] / jnp.where(mean["has"] > 0, mean["has"], 1)[:, None]
         step, _ = optimizers.clipped(clip).update(slope, optax.EmptyState())
         guide = server["guide"] - server_lr * step
-        moved = server["round"] + jnp.any(cohort.trained).astype(jnp.int32)
+        moved = server["round"] + (mass > 0).astype(jnp.int32)
         return {"guide": guide.astype(jnp.float32), "round": moved}
 
     def predict(server, w, c):
@@ -149,6 +149,6 @@ def fedl2g(
             "slope": jnp.zeros((classes, classes), jnp.float32),
             "has": jnp.zeros(classes, jnp.float32),
         },
-        server_update=server_update,
+        update=update,
         traffic=sent,
     )

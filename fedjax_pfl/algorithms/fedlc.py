@@ -12,7 +12,7 @@ from annotated_types import Ge
 
 from fedjax_pfl import averaging, local_training, losses
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, Task, Update
+from fedjax_pfl.types import Array, Method, Task, Update
 
 
 def margin(class_counts: Array) -> Array:
@@ -23,7 +23,7 @@ def margin(class_counts: Array) -> Array:
 
 
 @register("fedlc")
-def fedlc(task: Task, *, tau: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+def fedlc(task: Task, *, tau: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Minimises the cross entropy of the logits z_c - tau n_c^(-1/4), n_c the client's
     examples of class c.
 

@@ -24,7 +24,7 @@ from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Algorithm, Model, Own, State, Task, Update
+from fedjax_pfl.types import Method, Model, Own, State, Task, Update
 
 PARTS = ("own", "small", "projector")
 
@@ -36,7 +36,7 @@ class Start(keys.Stream):
 
 
 @register("fedmrl", several_architectures=True)
-def fedmrl(task: Task) -> Algorithm:
+def fedmrl(task: Task) -> Method:
     """Minimises CE(g(r), y) + CE(g_s(r[:K_s]), y), r = P [h_s, h] + b the projection of
     the shared model's features h_s [B, K_s] and the own ones h [B, K].
 

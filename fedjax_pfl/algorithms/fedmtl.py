@@ -16,7 +16,7 @@ from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Algorithm, Metrics, State, Task
 
 
-@register("fedmtl")
+@register("fedmtl", targets=True)
 def fedmtl(
     task: Task, *, variant: Literal["gradient", "pfllib"] = "gradient"
 ) -> Algorithm:

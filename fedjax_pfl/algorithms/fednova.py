@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl import averaging, local_training, traffic, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import PLAIN_SGD, register
 from fedjax_pfl.averaging import params
-from fedjax_pfl.types import Algorithm, Task, Update
+from fedjax_pfl.types import Method, Task, Update
 
 
-@register("fednova")
-def fednova(task: Task) -> Algorithm:
+@register("fednova", targets=True, excludes={"optimizer": PLAIN_SGD})
+def fednova(task: Task) -> Method:
     """Moves the global model by the mean number of steps times the mean change per
     step.
 
@@ -43,7 +43,7 @@ def fednova(task: Task) -> Algorithm:
         still = jax.tree.map(jnp.zeros_like, params(server))
         return server | {"steps": jnp.zeros((), jnp.float32)} | still
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         # x+ = x - tau_eff sum p_i d_i.
         old = params(server)
         new = jax.tree.map(lambda x, d: x - mean["steps"] * d, old, params(mean))
@@ -62,7 +62,7 @@ def fednova(task: Task) -> Algorithm:
         client,
         predict,
         default=default,
-        server_update=server_update,
+        update=update,
         averages=averaging.BODY_AND_HEAD,
         traffic=sent,
     )

@@ -13,8 +13,8 @@ from annotated_types import Ge, Gt
 from chex import Numeric
 
 from fedjax_pfl import averaging, local_training, losses
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, Task, Update
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
+from fedjax_pfl.types import Array, Method, Task, Update
 
 
 def not_true(logits: Array, y: Array, tau: Numeric) -> Array:
@@ -25,13 +25,13 @@ def not_true(logits: Array, y: Array, tau: Numeric) -> Array:
     return jnp.where(label, 0, log_p)
 
 
-@register("fedntd")
+@register("fedntd", excludes={"mix": READS_LABELS})
 def fedntd(
     task: Task,
     *,
     beta: Annotated[float, Ge(0)] = 1.0,
     tau: Annotated[float, Gt(0)] = 1.0,
-) -> Algorithm:
+) -> Method:
     """Adds beta KL(q^g || q) to the cross entropy, the softmax q and the global
     model's q^g taken at temperature tau without the label's class.
 

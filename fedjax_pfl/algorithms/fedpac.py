@@ -21,9 +21,9 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms.pfedc.min_norm import fista
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
 
 SMALLEST = 1e-3  # smaller weights of a head count as 0, as in the authors' code
 
@@ -72,14 +72,14 @@ def collaborate(
     return mixed, jnp.diag(alpha)[back]
 
 
-@register("fedpac")
+@register("fedpac", excludes={"mix": READS_LABELS})
 def fedpac(
     task: Task,
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     head_lr: Annotated[float, Ge(0)] = 10.0,
-) -> Algorithm:
+) -> Method:
     """Trains the head on the received body, then the body with the penalty lam
     mean((h - c_y)^2), c_y the global mean feature of the class.
 
@@ -130,63 +130,58 @@ def fedpac(
         h = total / n  # [K, C]
         return (square / n - jnp.sum(h * h)) / n, h.reshape(-1)
 
-    def round(key, state, cohort):
-        server = state.server
+    def client(c, server, own):
+        w = split.receive(server["w"], own)
+        v, h = statistics(c, w)
+        stream = keys.Client.HEAD_PHASE
+        w, value = sgd_head(c, w, train=("head",), epochs=head_epochs, stream=stream)
 
-        def client(c, own):
-            w = split.receive(server["w"], own)
-            v, h = statistics(c, w)
-            stream = keys.Client.HEAD_PHASE
-            w, value = sgd_head(
-                c, w, train=("head",), epochs=head_epochs, stream=stream
+        def loss(w, batch, key):
+            h, stats = c.model.features(
+                w, batch.x, mask=batch.mask, train=True, key=key
             )
+            gap = jnp.mean((h - server["proto"].T[batch.y]) ** 2, axis=1)
+            gap = jnp.where(server["known"][batch.y], gap, 0)
+            z = c.model.head(w["head"], h)
+            value = losses.of(task)(z, batch.y, batch.mask)
+            return value + lam * losses.masked_mean(gap, batch.mask), stats
 
-            def loss(w, batch, key):
-                h, stats = c.model.features(
-                    w, batch.x, mask=batch.mask, train=True, key=key
-                )
-                gap = jnp.mean((h - server["proto"].T[batch.y]) ** 2, axis=1)
-                gap = jnp.where(server["known"][batch.y], gap, 0)
-                z = c.model.head(w["head"], h)
-                value = losses.of(task)(z, batch.y, batch.mask)
-                return value + lam * losses.masked_mean(gap, batch.mask), stats
-
-            w, value = sgd(c, w, loss=loss, train=("body",))
-            proto = local_training.class_means(
-                c.train, lambda batch: features(w, batch), classes, batch_size
-            )
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            return {"w": shared, "proto": proto}, own, v, h, value, post
-
-        mean, (own, v, h, value, post) = cohort.mean(
-            client,
-            state.clients,
-            weight={"w": cohort.sizes, "proto": cohort.class_counts},
-            default={"w": server["w"], "proto": server["proto"]},
+        w, value = sgd(c, w, loss=loss, train=("body",))
+        proto = local_training.class_means(
+            c.train, lambda batch: features(w, batch), classes, batch_size
         )
+        shared, own = split.send(w)
+        upload = {"w": shared, "proto": proto}
+        return Update(upload, own, predictor(c.model, w), value, sent=(v, h))
+
+    def weight(cohort):
+        return {"w": cohort.sizes, "proto": cohort.class_counts}
+
+    def finish(key, server, mean, sent, old, own, cohort):
         known = server["known"] | jnp.any(cohort.class_counts > 0, axis=0)
-        heads, v, h = cohort.replicated((own["head"], v, h))
+        heads, v, h = cohort.replicated((own["head"], *sent))
         head, seen = collaborate(heads, v, h, cohort.ids, cohort.trained)
         server = {"w": mean["w"], "proto": mean["proto"], "known": known}
-        metrics = Metrics(value, post, {"self_weight": seen})
+        metrics = Metrics(clients={"self_weight": seen})
         return State(server, {**own, "head": head}), metrics
 
     def predict(server, own, c):
         return predictor(c.model, split.receive(server["w"], own))
 
-    def sent(state, cohort, metrics):
+    def travels(state, cohort, metrics):
         own = jnp.sum(cohort.class_counts > 0, axis=1)
         size = trees.size(state.server["w"]) + trees.size(shapes["head"])
         down = size + width * jnp.sum(state.server["known"]) + 0 * own
         up = size + 2 * width * own + 1
         return traffic.both_ways(cohort, down, up)._replace(ints=own)
 
-    return Algorithm(
+    return averaging.from_client(
         init,
-        round,
+        client,
         predict,
-        evaluation.classification,
-        sent,
+        weight=weight,
+        default=lambda server: {"w": server["w"], "proto": server["proto"]},
+        finish=finish,
+        traffic=travels,
         no_unseen="its heads are combined over the clients of a round",
     )

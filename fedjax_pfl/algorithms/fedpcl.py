@@ -22,7 +22,7 @@ from fedjax_pfl import (
     traffic,
     trees,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Algorithm, Array, Metrics, Model, Own, PyTree, State, Task
 
@@ -42,7 +42,11 @@ def contrast(h: Array, proto: Array, known: Array, y: Array, tau: Numeric) -> Ar
     return -jnp.take_along_axis(log_p, y[:, None], axis=1)[:, 0]
 
 
-@register("fedpcl", several_architectures=True)
+@register(
+    "fedpcl",
+    several_architectures=True,
+    excludes={"loss": OWN_LOSS, "mix": READS_LABELS},
+)
 def fedpcl(
     task: Task,
     *,

@@ -15,11 +15,11 @@ from annotated_types import Interval
 from fedjax_pfl import keys
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import FINE_TUNED, Phase, partial_averaging, split
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Method, Task
 
 
-@register("fedper")
-def fedper(task: Task) -> Algorithm:
+@register("fedper", targets=True, trainings=1)
+def fedper(task: Task) -> Method:
     """Shares the body and keeps the head, the last layer, personal; both are trained
     together.
 
@@ -30,13 +30,13 @@ def fedper(task: Task) -> Algorithm:
     return partial_averaging(task, split(task, ("head",)))
 
 
-@register("fedrep")
+@register("fedrep", targets=True)
 def fedrep(
     task: Task,
     *,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 1,
     body_epochs: Annotated[int, Interval(ge=0, le=10_000)] | None = None,
-) -> Algorithm:
+) -> Method:
     """FedPer in two phases: first the personal head on the received body, then the body
     under that head.
 
@@ -56,8 +56,8 @@ def fedrep(
     return partial_averaging(task, split(task, ("head",)), phases=head + body)
 
 
-@register("lg_fedavg", several_architectures=True)
-def lg_fedavg(task: Task) -> Algorithm:
+@register("lg_fedavg", several_architectures=True, targets=True, trainings=1)
+def lg_fedavg(task: Task) -> Method:
     """The mirror of FedPer: shares the head and keeps the body personal; both are
     trained together.
 
@@ -70,13 +70,13 @@ def lg_fedavg(task: Task) -> Algorithm:
     return partial_averaging(task, split(task, ("body",)))
 
 
-@register("fedbabu")
+@register("fedbabu", targets=True, trainings=1)
 def fedbabu(
     task: Task,
     *,
     fine_tune_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 5,
     fine_tune: Literal["all", "head", "body"] = "all",
-) -> Algorithm:
+) -> Method:
     """Federates the body under a head frozen at its random start; each client
     fine-tunes it before it predicts.
 

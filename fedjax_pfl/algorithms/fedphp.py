@@ -14,7 +14,7 @@ from chex import Numeric
 from fedjax_pfl import averaging, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Algorithm, Array, PyTree, Task, Update
+from fedjax_pfl.types import Array, Method, PyTree, Task, Update
 
 
 def momentum(count: Array, mu0: Numeric, expected: float) -> Array:
@@ -38,13 +38,13 @@ def transfer_loss(task: Task, teacher: PyTree, lam: Numeric) -> local_training.L
     return loss
 
 
-@register("fedphp")
+@register("fedphp", targets=True)
 def fedphp(
     task: Task,
     *,
     lam: Annotated[float, Interval(ge=0, le=1)] = 0.01,
     mu0: Annotated[float, Interval(ge=0, le=1)] = 0.9,
-) -> Algorithm:
+) -> Method:
     """Trains the received model with h_i as its teacher, then moves h_i to mu h_i + (1
     - mu) w_i.
 

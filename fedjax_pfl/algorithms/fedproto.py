@@ -20,10 +20,10 @@ from fedjax_pfl import (
     traffic,
 )
 from fedjax_pfl.algorithms.prototypes import predictor
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
-    Algorithm,
+    Method,
     Own,
     State,
     Task,
@@ -31,8 +31,8 @@ from fedjax_pfl.types import (
 )
 
 
-@register("fedproto", several_architectures=True)
-def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+@register("fedproto", several_architectures=True, excludes={"mix": READS_LABELS})
+def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Trains each client's own model; the features of an example are drawn to the
     global prototype of its class.
 
@@ -82,9 +82,8 @@ def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         upload = local_training.class_means(c.train, features, classes, batch_size)
         return Update(upload, Own(w), predictor(c.model, w, server), value)
 
-    def server_update(server, mean, cohort):
-        has = jnp.any(cohort.class_counts > 0, axis=0)
-        return {"proto": mean, "known": server["known"] | has}
+    def update(key, server, mean, mass):
+        return {"proto": mean, "known": server["known"] | (mass > 0)}
 
     def predict(server, w, c):
         return predictor(c.model, w, server)
@@ -102,6 +101,6 @@ def fedproto(task: Task, *, lam: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
         score=functools.partial(averaging.score_paired, names=("proto",)),
         weight=lambda cohort: cohort.class_counts > 0,
         default=lambda server: server["proto"],
-        server_update=server_update,
+        update=update,
         traffic=sent,
     )

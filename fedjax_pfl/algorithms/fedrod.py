@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from annotated_types import Ge
 
 from fedjax_pfl import averaging, local_training, losses, optimizers
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, Batch, PyTree, Task, Update
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, register
+from fedjax_pfl.types import Array, Batch, Method, PyTree, Task, Update
 
 
 def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> Array:
@@ -23,8 +23,8 @@ def personal_loss(task: Task, own: PyTree, h: Array, z: Array, batch: Batch) -> 
     return losses.cross_entropy(z + task.model.head(own, h), batch.y, batch.mask)
 
 
-@register("fedrod")
-def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+@register("fedrod", excludes={"loss": OWN_LOSS, "mix": READS_LABELS})
+def fedrod(task: Task, *, gamma: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Trains body and generic head on the balanced loss, and the personal head on the
     sum of both heads' logits.
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, keys, local_training, losses, models, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
+from fedjax_pfl.types import Array, Method, PyTree, State, Task, Update
 
 PARTS = ("body", "head", "map", "prior")
 TINY = 1e-12
@@ -36,14 +36,14 @@ def divergence(mean: Array, sigma: Array, prior: PyTree, y: Array) -> Array:
     return jnp.sum(jnp.log(r) - jnp.log(sigma) + gap - 0.5, axis=1)
 
 
-@register("fedsr")
+@register("fedsr", excludes={"mix": READS_LABELS})
 def fedsr(
     task: Task,
     *,
     l2r: Annotated[float, Ge(0)] = 0.01,
     cmi: Annotated[float, Ge(0)] = 5e-4,
     samples: Annotated[int, Interval(ge=1, le=1000)] = 20,
-) -> Algorithm:
+) -> Method:
     """Minimises CE(head(z), y) + l2r E||z|| + cmi KL(p(z | x) || r(z | y)) for z ~ N(m,
     s^2), (m, softplus^-1(s)) a linear map of the features.
 

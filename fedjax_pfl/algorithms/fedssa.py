@@ -15,7 +15,6 @@ from chex import Numeric
 from fedjax_pfl import (
     architectures,
     averaging,
-    evaluation,
     local_training,
     traffic,
     trees,
@@ -23,7 +22,7 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Array, Metrics, Own, State, Task
+from fedjax_pfl.types import Array, Method, Own, State, Task, Update
 
 
 def stabilisation(t: Array, mu: Numeric, rounds: int) -> Array:
@@ -38,7 +37,7 @@ def fedssa(
     mu: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     stable: Annotated[int, Interval(ge=1, le=100_000)] = 2,
     variant: Literal["convex", "code"] = "convex",
-) -> Algorithm:
+) -> Method:
     """Trains each client's own model, after the head of its classes has become mu_t h_i
     + (1 - mu_t) h, h the mean head of the clients with the class.
 
@@ -70,28 +69,21 @@ def fedssa(
         rows = architectures.stack(task, lambda model: model.init(key))
         return State({"head": starts[0]["head"]}, rows)
 
-    def round(key, state, cohort):
-        share = stabilisation(cohort.round, mu, stable)
+    def client(c, server, w):
+        share = stabilisation(c.round, mu, stable)
 
         def fused(mine, other):
             rest = 1 - share if variant == "convex" else 1
             return (share * mine + rest * other).astype(mine.dtype)
 
-        def client(c, w):
-            # The fused head of the client's classes, the last axis.
-            head = jax.tree.map(fused, w["head"], state.server["head"])
-            head = trees.choose(c.class_counts > 0, head, w["head"])
-            w, value = sgd(c, {**w, "head": head})
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            return {"head": w["head"]}, Own(w), value, post
+        # The fused head of the client's classes, the last axis.
+        head = jax.tree.map(fused, w["head"], server["head"])
+        head = trees.choose(c.class_counts > 0, head, w["head"])
+        w, value = sgd(c, {**w, "head": head})
+        return Update({"head": w["head"]}, Own(w), predictor(c.model, w), value)
 
-        server, (w, value, post) = cohort.mean(
-            client,
-            state.clients,
-            weight=(cohort.class_counts > 0).astype(jnp.float32),
-            default=state.server,
-        )
-        return State(server, w), Metrics(value, post)
+    def weight(cohort):
+        return (cohort.class_counts > 0).astype(jnp.float32)
 
     def predict(server, w, c):
         return predictor(c.model, w)
@@ -100,4 +92,4 @@ def fedssa(
         own = jnp.sum(cohort.class_counts > 0, axis=1)
         return traffic.both_ways(cohort, (widths[0] + 1) * own)._replace(ints=own)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(init, client, predict, weight=weight, traffic=sent)

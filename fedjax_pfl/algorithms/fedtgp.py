@@ -24,7 +24,7 @@ from fedjax_pfl import (
     traffic,
 )
 from fedjax_pfl.algorithms.prototypes import Draw, descend, predictor
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.types import Algorithm, Array, Metrics, Own, PyTree, State, Task
@@ -77,7 +77,7 @@ def contrast(proto: Array, h: Array, y: Array, mask: Array, margin: Array) -> Ar
     return losses.cross_entropy(-d, y, mask)
 
 
-@register("fedtgp", several_architectures=True)
+@register("fedtgp", several_architectures=True, excludes={"mix": READS_LABELS})
 def fedtgp(
     task: Task,
     *,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from fedjax_pfl import user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import choose
-from fedjax_pfl.types import Algorithm
+from fedjax_pfl.types import Algorithm, Method
 
 
-def find(name: str) -> Callable[..., Algorithm]:
+def find(name: str) -> Callable[..., Algorithm | Method]:
     """Returns the factory of a method.
 
     Args:

@@ -15,7 +15,6 @@ from chex import Numeric
 from fedjax_pfl import (
     aggregate,
     averaging,
-    evaluation,
     keys,
     local_training,
     losses,
@@ -24,7 +23,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Algorithm, Array, Metrics, PyTree, State, Task
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
 
 LEVELS = 1000  # sums z that are tried in the projection
 NEAREST = 1e-4  # smaller distances count as this one
@@ -146,14 +145,14 @@ def centers(gram: Array, here: Array, count: int) -> Array:
     return project(kappa, levels[jnp.argmin(found)])
 
 
-@register("floco")
+@register("floco", targets=True)
 def floco(
     task: Task,
     *,
     endpoints: Annotated[int, Interval(ge=1, le=1000)] = 10,
     warmup: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     rho: Annotated[float, Ge(0)] = 0.1,
-) -> Algorithm:
+) -> Method:
     """Trains the body and M heads; in each step the head is sum_m alpha_m theta_m, and
     alpha is drawn from the client's region (`draw`).
 
@@ -210,30 +209,22 @@ def floco(
         center = jnp.where(seen[:, None], found, server["center"])
         return {"center": center, "assigned": seen}
 
-    def round(key, state, cohort):
-        server = state.server
+    def client(c, server, own):
+        center, assigned = server["center"][c.id], server["assigned"][c.id]
 
-        def client(c, own):
-            center, assigned = server["center"][c.id], server["assigned"][c.id]
+        def loss(w, batch, key):
+            alpha = draw(key, center, assigned, rho)
+            h, stats = model.features(w, batch.x, mask=batch.mask, train=True, key=key)
+            z = model.head(mix(alpha, w["head"], corner), h)
+            return losses.of(task)(z, batch.y, batch.mask), stats
 
-            def loss(w, batch, key):
-                alpha = draw(key, center, assigned, rho)
-                h, stats = model.features(
-                    w, batch.x, mask=batch.mask, train=True, key=key
-                )
-                z = model.head(mix(alpha, w["head"], corner), h)
-                return losses.of(task)(z, batch.y, batch.mask), stats
+        start = split.receive(server["w"], own)
+        w, value = sgd(c, start, loss=loss)
+        update = jax.tree.map(jnp.subtract, only(start["head"]), only(w["head"]))
+        shared, own = split.send(w)
+        return Update(shared, own, predictor(w, center), value, sent=update)
 
-            start = split.receive(server["w"], own)
-            w, value = sgd(c, start, loss=loss)
-            update = jax.tree.map(jnp.subtract, only(start["head"]), only(w["head"]))
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(w, center))
-            return shared, update, own, value, post
-
-        w, (update, own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=server["w"]
-        )
+    def finish(key, server, w, update, old, rows, cohort):
         # Before the regions are assigned the updates are kept.
         early = ~jnp.any(server["assigned"])
         here = cohort.trained & early
@@ -243,7 +234,7 @@ def floco(
         now = early & (cohort.round + 1 >= first) & jnp.any(cohort.trained)
         kept = {name: server[name] for name in ("center", "assigned")}
         server |= jax.lax.cond(now, assign, lambda _: kept, server)
-        return State(server, own), Metrics(value, post)
+        return State(server, rows), Metrics()
 
     def predict(server, own, c):
         return predictor(split.receive(server["w"], own), server["center"][c.id])
@@ -252,4 +243,11 @@ def floco(
         size = trees.size(state.server["w"])
         return traffic.both_ways(cohort, size + endpoints, size)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        default=lambda server: server["w"],
+        finish=finish,
+        traffic=sent,
+    )

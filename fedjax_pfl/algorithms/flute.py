@@ -14,7 +14,7 @@ from annotated_types import Ge, Interval
 from fedjax_pfl import averaging, keys, local_training, losses, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import Algorithm, Array, State, Task, Update
+from fedjax_pfl.types import Array, Method, State, Task, Update
 
 TINY = 1e-12
 
@@ -39,7 +39,7 @@ def flute(
     lam3: Annotated[float, Ge(0)] = 0.0005,
     server_lr: Annotated[float, Ge(0)] = 0.05,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 4,
-) -> Algorithm:
+) -> Method:
     """Trains the head, then body and head, with the penalty lam1 `collapse` + lam2
     ||W||^2 + lam3 ||h||^2; the body is averaged, and the server takes a step of each
     head along the gradient of `collapse`.

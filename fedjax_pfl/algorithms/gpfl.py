@@ -13,9 +13,9 @@ from annotated_types import Ge
 from flax import nnx
 
 from fedjax_pfl import averaging, keys, local_training, losses, models, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.models import layers
-from fedjax_pfl.types import Algorithm, Array, State, Task, Update
+from fedjax_pfl.types import Array, Method, State, Task, Update
 
 PARTS = ("body", "head", "gce", "cov")
 TINY = 1e-12
@@ -52,13 +52,13 @@ def unit(x: Array) -> Array:
     return x / jnp.sqrt(jnp.maximum(square, TINY))
 
 
-@register("gpfl")
+@register("gpfl", excludes={"mix": READS_LABELS})
 def gpfl(
     task: Task,
     *,
     lam: Annotated[float, Ge(0)] = 0.01,
     mu: Annotated[float, Ge(0)] = 0.1,
-) -> Algorithm:
+) -> Method:
     """Minimises CE(head(h^p), y) + CE(cos(h^g, e), y) + lam ||h^g - e_y||, where h^p =
     CoV(h, p_i) and h^g = CoV(h, g).
 

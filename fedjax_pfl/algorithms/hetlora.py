@@ -16,7 +16,7 @@ from fedjax_pfl import averaging, keys, local_training, losses, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.adapted import A, B
-from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
+from fedjax_pfl.types import Array, Method, PyTree, State, Task, Update
 
 LEAST = 1e-24  # square of a norm whose gradient is taken as 0
 
@@ -35,7 +35,7 @@ def hetlora(
     gamma: Annotated[float, Interval(gt=0, le=1)] = 0.99,
     lam: Annotated[float, Ge(0)] = 0.005,
     by_norm: bool = True,
-) -> Algorithm:
+) -> Method:
     """Averages A and B, of which client k has the first r_k columns and rows.
 
     A client minimises CE + lam ||A[:, s:]|| ||B[s:]||, s = floor(gamma r_k), and r_k
@@ -108,7 +108,7 @@ def hetlora(
     def default(server):
         return server | {"norm": jnp.float32(1)}
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         # Sparsity-weighted aggregation: sum_k ||dW_k|| A_k / sum_k ||dW_k||.
         total = mean.pop("norm")
         share = lambda x, old: jnp.where(
@@ -137,7 +137,7 @@ def hetlora(
         predict,
         weight=weight,
         default=default,
-        server_update=server_update,
+        update=update,
         traffic=count,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -13,11 +13,11 @@ from annotated_types import Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, local_training
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import ROW_TARGETS, register
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Client,
+    Method,
     Predictor,
     PyTree,
     Task,
@@ -46,14 +46,14 @@ def neighbours(
     return jnp.sum(votes, axis=1) / jnp.where(total > 0, total, 1)
 
 
-@register("knn_per")
+@register("knn_per", excludes={"positions": ROW_TARGETS})
 def knn_per(
     task: Task,
     *,
     k: Annotated[int, Interval(ge=1, le=10_000)] = 10,
     lam: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     scale: Annotated[float, Gt(0)] = 1.0,
-) -> Algorithm:
+) -> Method:
     """Predicts by lam p_kNN + (1 - lam) p_global, p_kNN the weighted vote of the k
     nearest training examples in the space of features.
 

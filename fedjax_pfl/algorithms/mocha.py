@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import evaluation, local_training, traffic, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, ROW_TARGETS, register
 from fedjax_pfl.errors import InputError, needed
 from fedjax_pfl.types import (
     Algorithm,
@@ -145,7 +145,15 @@ def visits(frac: Numeric, size: Array) -> Array:
     return jnp.ceil(frac * size * (1 - 2e-7)).astype(jnp.int32)
 
 
-@register("mocha")
+@register(
+    "mocha",
+    excludes={
+        "loss": OWN_LOSS,
+        "mix": READS_LABELS,
+        "positions": ROW_TARGETS,
+        "work": "its local work is `frac` of the examples",
+    },
+)
 def mocha(
     task: Task,
     *,

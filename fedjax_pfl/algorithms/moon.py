@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt
 
 from fedjax_pfl import averaging, local_training, losses
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, Task, Update
+from fedjax_pfl.types import Array, Method, Task, Update
 
 TINY = 1e-8  # least norm of a feature vector, as in PyTorch's cosine similarity
 
@@ -23,13 +23,13 @@ def cosine(a: Array, b: Array) -> Array:
     return jnp.sum(a * b, axis=1) / (norm(a) * norm(b))
 
 
-@register("moon")
+@register("moon", targets=True)
 def moon(
     task: Task,
     *,
     mu: Annotated[float, Ge(0)] = 1.0,
     tau: Annotated[float, Gt(0)] = 0.5,
-) -> Algorithm:
+) -> Method:
     """Adds mu times the contrastive loss -log(e^(s_glob / tau) / (e^(s_glob / tau) +
     e^(s_prev / tau))) to the cross entropy.
 

@@ -24,6 +24,7 @@ from fedjax_pfl import (
     keys,
     local_training,
     losses,
+    traffic,
     trees,
 )
 from fedjax_pfl.algorithms.registry import register
@@ -47,6 +48,7 @@ from fedjax_pfl.types import (
     Array,
     Batch,
     Client,
+    Method,
     Metrics,
     Predictor,
     PyTree,
@@ -71,7 +73,7 @@ def fml(
     alpha: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     beta: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     clip: Annotated[float, Gt(0)] = 10.0,
-) -> Algorithm:
+) -> Method:
     """FML: each of the two models fits the labels and the other one's predictions.
 
     Args:
@@ -124,7 +126,7 @@ def fml_objective(
 
 
 @register("fedkd", several_architectures=True)
-def fedkd(task: Task) -> Algorithm:
+def fedkd(task: Task) -> Method:
     """FedKD: two models distil predictions and features into each other, with a weight
     that grows as both fit the labels.
 
@@ -300,4 +302,7 @@ def fedapen(
         state = State(theta, {**rows, "lam": learned})
         return state, Metrics(value, post, {"lam": learned})
 
-    return Algorithm(init, round, predict, ensemble_scores)
+    def sent(state, cohort, metrics):
+        return traffic.both_ways(cohort, state.server)
+
+    return Algorithm(init, round, predict, ensemble_scores, sent)

@@ -25,16 +25,7 @@ from fedjax_pfl.algorithms.hypernetworks import generate, hypernetwork
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.models.layers import uniform
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Metrics,
-    Model,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Array, Batch, Method, Model, PyTree, State, Task, Update
 
 
 class Start(keys.Stream):
@@ -79,7 +70,7 @@ def pefll(
     hidden: Annotated[int, Interval(ge=1, le=10_000)] = 100,
     hidden_layers: Annotated[int, Interval(ge=0, le=100)] = 3,
     mask_absent: bool = True,
-) -> Algorithm:
+) -> Method:
     """Sends theta = h(v_i; psi), v_i the mean of e(x, y; phi) over a batch of examples,
     gets back how far the client moved it, and takes that change back through both.
 
@@ -150,42 +141,39 @@ def pefll(
 
         return masked
 
-    def round(key, state, cohort):
-        server = state.server
+    def client(c, server, own):
+        batch = some(c)
 
-        def client(c, own):
-            batch = some(c)
+        def made(networks):
+            total = embed(model, networks["phi"], server["fixed"], batch)
+            return generated(networks, total, jnp.sum(batch.mask))
 
-            def made(networks):
-                total = embed(model, networks["phi"], server["fixed"], batch)
-                return generated(networks, total, jnp.sum(batch.mask))
+        # theta = h(v_i; psi) is sent.
+        theta, pullback = jax.vjp(made, server["networks"])
+        w, value = sgd(c, split.receive({**theta, "stats": server["stats"]}, own))
+        change = jax.tree.map(jnp.subtract, theta, params(w))
+        (gradient,) = pullback(change)
+        shared, own = split.send(w)
+        upload = {"gradient": gradient, "stats": shared["stats"]}
+        return Update(upload, own, scored(c, w), value)
 
-            # theta = h(v_i; psi) is sent.
-            theta, pullback = jax.vjp(made, server["networks"])
-            w, value = sgd(c, split.receive({**theta, "stats": server["stats"]}, own))
-            change = jax.tree.map(jnp.subtract, theta, params(w))
-            (gradient,) = pullback(change)
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, scored(c, w))
-            return {"gradient": gradient, "stats": shared["stats"]}, own, value, post
+    def weight(cohort):
+        return {"gradient": cohort.trained, "stats": cohort.sizes}
 
+    def default(server):
+        zeros = jax.tree.map(jnp.zeros_like, server["networks"])
+        return {"gradient": zeros, "stats": server["stats"]}
+
+    def update(key, server, mean, mass):
         networks = server["networks"]
-        zeros = jax.tree.map(jnp.zeros_like, networks)
-        mean, (own, value, post) = cohort.mean(
-            client,
-            state.clients,
-            weight={"gradient": cohort.trained, "stats": cohort.sizes},
-            default={"gradient": zeros, "stats": server["stats"]},
-        )
         updates, moments = adam.update(mean["gradient"], server["adam"], networks)
         moved = {"networks": optax.apply_updates(networks, updates), "adam": moments}
         kept = {name: server[name] for name in moved}
-        server = {
+        return {
             **server,
-            **trees.choose(jnp.any(cohort.trained), moved, kept),
+            **trees.choose(mass["gradient"] > 0, moved, kept),
             "stats": mean["stats"],
         }
-        return State(server, own), Metrics(value, post)
 
     def predict(server, own, c):
         networks = server["networks"]
@@ -208,4 +196,12 @@ def pefll(
         # of theta and the gradient of the embedding network.
         return traffic.both_ways(cohort, phi + theta + width)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        weight=weight,
+        default=default,
+        update=update,
+        traffic=sent,
+    )

@@ -13,17 +13,9 @@ from absl import logging
 from annotated_types import Ge
 from chex import Numeric
 
-from fedjax_pfl import averaging, evaluation, keys, local_training, losses
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Batch,
-    Metrics,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl import averaging, keys, local_training, losses
+from fedjax_pfl.algorithms.registry import ONE_RATE, register
+from fedjax_pfl.types import Array, Batch, Method, PyTree, Task, Update
 
 
 def meta_gradient(
@@ -56,13 +48,13 @@ def meta_gradient(
     return v, after, new
 
 
-@register("per_fedavg")
+@register("per_fedavg", targets=True, excludes={"lr": ONE_RATE})
 def per_fedavg(
     task: Task,
     *,
     alpha: Annotated[float, Ge(0)] | None = None,
     beta: Annotated[float, Ge(0)] | None = None,
-) -> Algorithm:
+) -> Method:
     """Averages models trained on f(w - alpha grad f(w)), without the Hessian (FO); a
     client predicts after one step on one batch of its own.
 
@@ -102,25 +94,18 @@ def per_fedavg(
         updates, opt = optimizer.update(v, opt, params)
         return ({**optax.apply_updates(params, updates), "stats": stats}, opt), value
 
-    def round(key, state, cohort):
-        def client(c, own):
-            w = split.receive(state.server, own)
-            start = (w, optimizer.init(averaging.params(w)))
-            (w, _), value, _ = local_training.work(
-                c.key, c.train, step, start, task, batches_per_step=2
-            )
-            shared, own = split.send(w)
-            tuned = jax.lax.cond(cohort.evaluated, lambda: adapt(c, w), lambda: w)
-            post = evaluation.post(cohort, c, averaging.predictor(task.model, tuned))
-            return shared, own, value, post
-
-        w, (own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
+    def client(c, server, own):
+        w = split.receive(server, own)
+        start = (w, optimizer.init(averaging.params(w)))
+        (w, _), value, _ = local_training.work(
+            c.key, c.train, step, start, task, batches_per_step=2
         )
-        return State(w, own), Metrics(value, post)
+        shared, own = split.send(w)
+        tuned = jax.lax.cond(c.evaluated, lambda: adapt(c, w), lambda: w)
+        return Update(shared, own, averaging.predictor(task.model, tuned), value)
 
     def predict(server, own, c):
         return averaging.predictor(task.model, adapt(c, split.receive(server, own)))
 
-    averages, score = averaging.BODY_AND_HEAD, evaluation.classification
-    return Algorithm(split.init, round, predict, score, averages=averages)
+    averages = averaging.BODY_AND_HEAD
+    return averaging.from_client(split.init, client, predict, averages=averages)

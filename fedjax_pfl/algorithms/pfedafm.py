@@ -28,8 +28,8 @@ from fedjax_pfl.algorithms import shared_model
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
+    Method,
     Model,
     Own,
     Predictor,
@@ -137,7 +137,7 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
     return predict
 
 
-@register("pfedafm", several_architectures=True)
+@register("pfedafm", several_architectures=True, targets=True)
 def pfedafm(
     task: Task,
     *,
@@ -145,7 +145,7 @@ def pfedafm(
     alpha: Annotated[float, Interval(ge=0, le=1)] = 1.0,
     lr_alpha: Annotated[float, Ge(0)] = 0.01,
     wd_alpha: Annotated[float, Ge(0)] = 1e-3,
-) -> Algorithm:
+) -> Method:
     """Trains model and mixing vector on mixed features, then the shared extractor alone
     under the trained head.
 

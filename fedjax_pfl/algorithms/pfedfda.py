@@ -14,8 +14,8 @@ from annotated_types import Gt, Interval
 from chex import Numeric
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, losses, trees
-from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.types import Algorithm, Array, PyTree, State, Task, Update
+from fedjax_pfl.algorithms.registry import ROW_TARGETS, register
+from fedjax_pfl.types import Array, Method, PyTree, State, Task, Update
 
 FOLDS = 2  # of the cross-validation
 JITTER = 1e-4  # added to all entries of a covariance, as in the authors' code
@@ -83,13 +83,13 @@ def search(loss: Callable[[Array], Array]) -> Array:
     return jax.lax.fori_loop(0, HALVINGS, step, jnp.full(2, 0.5, jnp.float32))
 
 
-@register("pfedfda")
+@register("pfedfda", excludes={"positions": ROW_TARGETS})
 def pfedfda(
     task: Task,
     *,
     ridge: Annotated[float, Gt(0)] = 1.0,
     eps: Annotated[float, Interval(gt=0, lt=1)] = 0.0001,
-) -> Algorithm:
+) -> Method:
     """Trains the body under the head of the global Gaussians N(mu_c, Sigma), then sends
     body and beta (mu_i, Sigma_i) + (1 - beta) (mu, Sigma), which the server averages.
 

@@ -68,7 +68,7 @@ def descend(
     return kept(optax.apply_updates(h, updates), h), kept(new, velocity)
 
 
-@register("pfedhn")
+@register("pfedhn", targets=True)
 def pfedhn(
     task: Task,
     *,

@@ -88,7 +88,7 @@ def mixture(alpha: Array, w: PyTree, i: Array, layer: PyTree) -> PyTree:
     return jax.tree.map(mix, w, layer)
 
 
-@register("pfedla")
+@register("pfedla", targets=True)
 def pfedla(
     task: Task,
     *,

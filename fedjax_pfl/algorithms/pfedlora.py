@@ -14,7 +14,7 @@ from annotated_types import Ge, Interval
 from fedjax_pfl import architectures, averaging, keys, local_training, losses
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Own, State, Task, Update
+from fedjax_pfl.types import Method, Own, State, Task, Update
 
 
 class Start(keys.Stream):
@@ -36,7 +36,7 @@ def pfedlora(
     rank: Annotated[int, Ge(1)] = 4,
     mu: Annotated[float, Interval(ge=0, le=1)] = 0.5,
     adapter_epochs: Annotated[int, Ge(0)] | None = None,
-) -> Algorithm:
+) -> Method:
     """Adds (h A) B to the logits g(h) of the client's own model; A [K, r] and B [r, C]
     are averaged.
 

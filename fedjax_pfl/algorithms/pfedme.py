@@ -8,17 +8,16 @@ Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau enve
 from typing import Annotated
 
 import jax
-import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, keys, local_training, losses, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import ONE_RATE, register
 from fedjax_pfl.averaging import paired
-from fedjax_pfl.types import Algorithm, Task, Update
+from fedjax_pfl.types import Method, Task, Update
 
 
-@register("pfedme")
+@register("pfedme", targets=True, excludes={"lr": ONE_RATE})
 def pfedme(
     task: Task,
     *,
@@ -26,7 +25,7 @@ def pfedme(
     inner_lr: Annotated[float, Ge(0)] = 0.01,
     lam: Annotated[float, Ge(0)] = 15.0,
     beta: Annotated[float, Ge(0)] = 1.0,
-) -> Algorithm:
+) -> Method:
     """Per batch approaches theta in K steps from the last theta, then moves w by lr lam
     (w - theta).
 
@@ -85,10 +84,10 @@ def pfedme(
             upload, {"theta": theta, "own": own}, paired(c.model, theta, w), value
         )
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         new, old = averaging.params(mean), averaging.params(server)
         mixed = trees.lerp(beta, new, old)
-        return {**mean, **trees.choose(jnp.any(cohort.trained), mixed, old)}
+        return {**mean, **trees.choose(mass > 0, mixed, old)}
 
     def predict(server, row, c):
         return paired(c.model, row["theta"], split.receive(server, row["own"]))
@@ -97,7 +96,7 @@ def pfedme(
         init,
         client,
         predict,
-        server_update=server_update,
+        update=update,
         score=averaging.score_paired,
         averages=averaging.BODY_AND_HEAD,
     )

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Interval
 
-from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
+from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
+from fedjax_pfl.types import Array, Method, Metrics, State, Task, Update
 
 LARGEST = 0.9999  # similarity of a client with itself, as in the authors' code
 
@@ -37,10 +37,10 @@ def weights(phi: Array) -> Array:
     return weight / jnp.sum(weight, axis=-1, keepdims=True)
 
 
-@register("pfedsim")
+@register("pfedsim", targets=True)
 def pfedsim(
     task: Task, *, warmup: Annotated[float, Interval(ge=0, le=1)] = 0.5
-) -> Algorithm:
+) -> Method:
     """Trains from the body sum_j a_ij w_j and the client's own head; a_ij is in
     proportion to -log(1 - phi_ij), phi_ij the similarity of the heads.
 
@@ -75,27 +75,23 @@ def pfedsim(
         w = server["w"]
         return trees.mixtures(a, {k: w[k] for k in w if k != "head"}, ids)
 
-    def round(key, state, cohort):
-        server, warm = state.server, cohort.round < jnp.round(warmup * rounds)
+    def warms(cohort):
+        return cohort.round < jnp.round(warmup * rounds)
+
+    def start(key, server, cohort):
         # Matrix products round a row by its position: rows are ordered by their ids.
         order = jnp.argsort(cohort.ids)
         body = trees.gather(mixed(server, cohort.ids[order]), jnp.argsort(order))
         mine = trees.gather(server["w"], cohort.ids)
-        start = trees.choose(warm, mine, mine | body)
+        return (), trees.choose(warms(cohort), mine, mine | body)
 
-        def client(c, start, own):
-            w, value = sgd(c, split.receive(start, own))
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, predictor(c.model, w))
-            return shared, shared, own, value, post
+    def client(c, server, own, _, start):
+        w, value = sgd(c, split.receive(start, own))
+        shared, own = split.send(w)
+        return Update(shared, own, predictor(c.model, w), value, sent=shared)
 
-        mean, (w, own, value, post) = cohort.mean(
-            client,
-            start,
-            state.clients,
-            weight=cohort.sizes,
-            default=trees.gather(server["w"], 0),
-        )
+    def finish(key, server, mean, w, old, rows, cohort):
+        warm = warms(cohort)
         kept = trees.scatter(server["w"], cohort.ids, w, cohort.trained)
         same = trees.replicate(mean, n)
         here = jnp.zeros(n, bool).at[cohort.ids].set(cohort.trained)
@@ -104,7 +100,7 @@ def pfedsim(
         everybody = trees.choose(warm & jnp.any(here), same, kept)
         own_head = server["own_head"] | (here & ~warm)
         server = {"w": everybody, "phi": phi, "own_head": own_head}
-        return State(server, own), Metrics(value, post)
+        return State(server, rows), Metrics()
 
     def predict(server, own, c):
         return predictor(c.model, split.receive(trees.gather(server["w"], c.id), own))
@@ -115,4 +111,12 @@ def pfedsim(
         kept = state.server["own_head"][cohort.ids]
         return traffic.both_ways(cohort, size - head * kept, size)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        default=lambda server: trees.gather(server["w"], 0),
+        start=start,
+        finish=finish,
+        traffic=sent,
+    )

@@ -13,16 +13,16 @@ from annotated_types import Ge
 from fedjax_pfl import averaging, keys, local_training, losses, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
-from fedjax_pfl.types import Algorithm, State, Task, Update
+from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("pfl_da")
+@register("pfl_da", targets=True)
 def pfl_da(
     task: Task,
     *,
     lam: Annotated[float, Ge(0)] = 1.0,
     variant: Literal["squared", "pfllib"] = "squared",
-) -> Algorithm:
+) -> Method:
     """Trains the own head on CE + lam ||head - g||^2, g the received head, then body
     and g on the cross entropy under g; the heads g are averaged.
 

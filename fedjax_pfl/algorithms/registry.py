@@ -1,52 +1,32 @@
 """The registry of methods by their names on the command line."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from fedjax_pfl import hyperparameters
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Algorithm, Method, Task
 
-Factory = Callable[..., Algorithm]
-# {name: factory}, factory(task, **hyperparameters) -> Algorithm
+Factory = Callable[..., Algorithm | Method]
+# {name: factory}, factory(task, **hyperparameters) -> Algorithm or Method
 ALGORITHMS: dict[str, Factory] = {}
 # names of the methods whose clients may have different architectures
 SEVERAL_ARCHITECTURES: list[str] = []
+# options of a task that each method excludes, by name, and why
+EXCLUDES: dict[str, dict[str, str]] = {}
 
-_CLASSES = "it needs one class per example"
-_PUBLIC = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf")
-_ROWS = "its targets belong to single examples"
-_LABELS = "its loss reads the class of each example"
-_OWN = "its loss is part of the method"
-_RATE = "its equations have one learning rate"
-# option of a task -> methods whose derivation excludes it, and why
-EXCLUDES: dict[str, dict[str, str]] = {
-    "optimizer": dict.fromkeys(
-        ("scaffold", "fednova"),
-        "its equations hold for plain SGD, without momentum, clipping or schedule",
-    ),
-    "loss": dict.fromkeys(
-        ("mocha", "pfedc", "privacy_pfedc", "feddva", "fedem", "fedrod", "fedpcl"), _OWN
-    ),
-    "mix": dict.fromkeys(
-        ("mocha", "pfedc", "privacy_pfedc", "fedproto", "fd", "fedem", "fedrod"),
-        _LABELS,
-    )
-    | dict.fromkeys(
-        ("fedntd", "fedpac", "feddva", "fedas", "fedtgp", "fedl2g"), _LABELS
-    )
-    | dict.fromkeys(("gpfl", "fedsr", "fedpcl"), _LABELS)
-    | dict.fromkeys(_PUBLIC, _ROWS),
-    "positions": dict.fromkeys(
-        ("mocha", "feddva", "fedem", "knn_per", "pfedfda", *_PUBLIC), _ROWS
-    ),
-    "lr": dict.fromkeys(("apfl", "per_fedavg", "pfedme", "fedma", "pfedma"), _RATE),
-    "work": {"mocha": "its local work is `frac` of the examples"},
-}
+# reasons by which methods exclude options of a task, as ends of an error's sentence
+CLASSES = "it needs one class per example"
+OWN_LOSS = "its loss is part of the method"
+ONE_RATE = "its equations have one learning rate"
+PLAIN_SGD = "its equations hold for plain SGD, without momentum, clipping or schedule"
+READS_LABELS = "its loss reads the class of each example"
+ROW_TARGETS = "its targets belong to single examples"
 
 # settings of a run that only these methods read
 _READ_BY = {
-    "public": _PUBLIC,
+    "public": ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf"),
     "shared_model": ("fml", "fedkd", "fedapen", "fedmrl", "pfedafm"),
 }
 _OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip")
@@ -55,6 +35,8 @@ _UNREAD = {
     "mocha": (*_OPTIMIZER, "batch_size", "epochs", "steps", "drop_last"),
     "pfedhn": _OPTIMIZER,
 }
+
+F = TypeVar("F", bound=Factory)
 
 
 def unread(name: str) -> set[str]:
@@ -65,40 +47,41 @@ def unread(name: str) -> set[str]:
     return others | set(_UNREAD.get(name, ()))
 
 
-# methods that run without one class per example: regression, several labels
-ON_TARGETS = frozenset(
-    (
-        *("local", "fedavg", "fedavg_ft", "fedprox", "scaffold", "fednova", "feddyn"),
-        *("fedadmm", "fedma", "pfedma", "fedper", "fedrep", "lg_fedavg", "fedbabu"),
-        *("fedbn", "ditto", "apfl", "pfedme", "per_fedavg", "fedamp", "fedfomo"),
-        *("fedala", "fedphp", "pfedhn", "fedcp", "pfedafm", "moon", "feddbe"),
-        *("apple", "cfl", "fedcross", "fedcac", "fedmtl", "pfedsim", "pfl_da"),
-        *("floco", "fedap", "pfedla"),
-    )
-)
-
-
 def register(
-    name: str, *, several_architectures: bool = False
-) -> Callable[[Factory], Factory]:
-    """Adds a factory to `ALGORITHMS`; the registered one checks its hyperparameters
-    against its signature."""
+    name: str,
+    *,
+    several_architectures: bool = False,
+    targets: bool = False,
+    trainings: int = 0,
+    excludes: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[F], F]:
+    """Adds a factory to `ALGORITHMS` with the facts of the method; the registered one
+    checks its hyperparameters against its signature.
 
-    def decorate(factory: Factory) -> Factory:
+    Args:
+      several_architectures: whether clients may differ in their networks.
+      targets: whether labels may be other than one class per example, as in regression.
+      trainings: as of `Method`; 0: what the factory gives.
+      excludes: as of `Method`.
+    """
+    excluded = dict(excludes) if targets else {**excludes, "label": CLASSES}
+
+    def decorate(factory: F) -> F:
         @functools.wraps(factory)
-        def make(task: Task, **values: Any) -> Algorithm:
+        def make(task: Task, **values: Any) -> Algorithm | Method:
             hyperparameters.check(factory, values)
             made = factory(task, **values)
-            excludes = {x: why[name] for x, why in EXCLUDES.items() if name in why}
-            if name not in ON_TARGETS:
-                excludes["label"] = _CLASSES
-            return made._replace(
-                one_architecture=not several_architectures, excludes=excludes
-            )
+            facts: dict[str, Any] = {
+                "one_architecture": not several_architectures,
+                "excludes": excluded,
+            }
+            if isinstance(made, Method) and trainings:
+                facts["trainings"] = trainings
+            return made._replace(**facts)
 
-        ALGORITHMS[name] = make
+        ALGORITHMS[name], EXCLUDES[name] = make, excluded
         if several_architectures:
             SEVERAL_ARCHITECTURES.append(name)
-        return make
+        return make  # type: ignore[return-value]
 
     return decorate

@@ -13,13 +13,13 @@ import optax
 from annotated_types import Ge
 
 from fedjax_pfl import averaging, local_training, trees
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import PLAIN_SGD, register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, State, Task, Update
+from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("scaffold")
-def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorithm:
+@register("scaffold", targets=True, excludes={"optimizer": PLAIN_SGD})
+def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y
     and of their control variates c_i.
 
@@ -64,12 +64,12 @@ def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorit
     def default(server):
         return {"w": server["w"], "c": jax.tree.map(jnp.zeros_like, server["c"])}
 
-    def server_update(server, mean, cohort):
+    def update(key, server, mean, mass):
         new, old, control = params(mean["w"]), params(server["w"]), server["c"]
         moved = trees.lerp(server_lr, new, old)
-        w = {**mean["w"], **trees.choose(jnp.any(cohort.trained), moved, old)}
+        w = {**mean["w"], **trees.choose(mass > 0, moved, old)}
         # c moves by |S| / N of the mean change.
-        part = jnp.sum(cohort.trained) / task.num_clients
+        part = mass / task.num_clients
         c = jax.tree.map(lambda c, d: c + part * d, control, mean["c"])
         return {"w": w, "c": optax.tree.cast_like(c, control)}
 
@@ -82,6 +82,6 @@ def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Algorit
         predict,
         weight=lambda cohort: cohort.trained,
         default=default,
-        server_update=server_update,
+        update=update,
         averages=("w",),
     )

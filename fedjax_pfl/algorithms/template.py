@@ -12,10 +12,10 @@ import optax
 from annotated_types import Ge
 
 from fedjax_pfl import averaging, local_training, losses
-from fedjax_pfl.types import Algorithm, Task, Update
+from fedjax_pfl.types import Method, Task, Update
 
 
-def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Algorithm:
+def small_head(task: Task, *, mu: Annotated[float, Ge(0)] = 0.01) -> Method:
     """Averages the body; each client keeps its head, under the penalty mu/2
     ||head||^2.
 

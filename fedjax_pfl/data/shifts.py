@@ -145,3 +145,25 @@ def _labels(
         assert change.labels is not None
         y[rows] = change.labels(dataset.num_classes)[y[rows]]
     return dataset._replace(y=y)
+
+
+def flipped(dataset: Dataset, partition: Partition, clients: np.ndarray) -> Dataset:
+    """Returns the data set with wrong labels on some clients' training examples.
+
+    A class y becomes C - 1 - y, several labels and targets are negated, and -1 (none)
+    remains.
+
+    Args:
+      clients: ids of the malicious clients.
+    """
+    of_each = [partition.train[i, : partition.train_sizes[i]] for i in clients]
+    rows = np.concatenate([np.zeros(0, np.int64), *of_each])
+    y = dataset.y.copy()
+    old = y[rows]
+    if y.dtype == bool:
+        y[rows] = ~old
+    elif y.dtype.kind == "f":
+        y[rows] = -old
+    else:
+        y[rows] = np.where(old >= 0, dataset.num_classes - 1 - old, old)
+    return dataset._replace(y=y)

@@ -16,15 +16,32 @@ import optax
 from annotated_types import Ge, Gt, Interval
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import keys, traffic, trees, uploads
-from fedjax_pfl.engine import contract, frozen, program as synchronous, validate
-from fedjax_pfl.engine.cohort import Cohort, Transform
-from fedjax_pfl.engine.method import Traced, bound
+from fedjax_pfl import keys, trees
+from fedjax_pfl.engine import (
+    averaged,
+    contract,
+    frozen,
+    program as synchronous,
+    validate,
+)
+from fedjax_pfl.engine.averaged import Averaged, Sent
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.method import Runner, Setting, Traced
 from fedjax_pfl.engine.placement import Placement, arrange, sharded
 from fedjax_pfl.engine.program import Parts, Program, Round
 from fedjax_pfl.engine.schedule import Schedule
-from fedjax_pfl.errors import ContractError, InputError, check
-from fedjax_pfl.types import Algorithm, Array, Client, Federation, PyTree, State, Task
+from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Client,
+    Federation,
+    Method,
+    PyTree,
+    RunState,
+    Task,
+)
+from fedjax_pfl.uploads.chain import composed
 
 # staleness [] float32, versions since the client's start -> its weight, 1 at 0
 Staleness = Callable[[Array], Array]
@@ -37,13 +54,6 @@ class Rule(NamedTuple):
     rate: float
     staleness: Staleness
     mixes: bool  # FedAsync's mean of models; else FedBuff's mean of changes
-
-
-class Server(NamedTuple):
-    """State.server of an asynchronous run."""
-
-    method: PyTree  # the method's own
-    versions: PyTree  # [slots, ...] earlier ones, from which clients still train
 
 
 def constant() -> Staleness:
@@ -104,17 +114,16 @@ def task_of(task: Task, rule: Rule) -> Task:
 
 
 def program(
-    factory: Callable[..., Algorithm] | str,
+    factory: Callable[..., Algorithm | Method] | str,
     task: Task,
     rule: Rule,
     schedule: Schedule,
     hparams: dict[str, Any] | None = None,
     *,
-    lr_decay: float = 1.0,
     width: int = 1,
     devices: int = 1,
-    transform: Transform | None = None,
     checked: bool = True,
+    **options: Any,
 ) -> Program:
     """Makes a Program whose round t is the server's update t.
 
@@ -128,53 +137,66 @@ def program(
       hparams: like the others, as in `program.program`.
 
     Raises:
-      InputError: as in `program.program`; or the server keeps more than the mean of
-        what the clients send in one call of `cohort.mean`.
+      InputError: as in `program.program`; or the method's server reads more of the
+        clients than one mean, or is private.
     """
-    factory, hparams = validate.method(factory), hparams or {}
-    task = task_of(validate.task(task), rule)
+    setting = synchronous.set_up(factory, task, hparams, **options)
+    task = task_of(setting.task, rule)
+    setting = setting._replace(task=task)
     check("schedule", schedule.ids.shape[1], rule.buffer, rule.buffer)
-    validate.layout(lr_decay, width, devices)
-    options: dict[str, Any] = {"lr_decay": lr_decay, "width": width, "devices": devices}
-    if len(task.models) > 1:
-        raise InputError(
-            "Asynchronous aggregation needs clients of one architecture, got "
-            f"{len(task.models)}."
-        )
-    kept = _kept(factory, schedule)
-    on = synchronous.parts(kept, task, hparams, **options)
-    algorithm, _ = bound(factory, task, hparams, lr_decay)
-    run = _Run(factory, algorithm, task, rule, schedule, transform, width, on)
-    draw, train = _drawer(task, schedule, devices), functools.partial(_train, run)
-    with_versions, _ = bound(kept, task, hparams, lr_decay)
-    on = on._replace(draw=draw, train=train)
-    found = synchronous.from_parts(on, task, devices, with_versions)
-    found = found._replace(method=factory, most_rounds=len(schedule.ids))
+    validate.layout(options.get("lr_decay", 1.0), width, devices)
+    on = synchronous.parts(setting, width=width, devices=devices)
+    _check(setting, on)
+    run = _Run(setting, rule, schedule, width, on)
+    on = on._replace(
+        init=functools.partial(_init, run),
+        draw=_drawer(task, schedule, devices),
+        train=functools.partial(_train, run),
+    )
+    found = synchronous.from_parts(on, setting, devices)
+    found = found._replace(most_rounds=len(schedule.ids))
     if checked:
         functions = found.init, found.round, found.evaluate
         contract.check_shapes(task, found.traced, *functions)
     return found
 
 
-def _kept(
-    factory: Callable[..., Algorithm], schedule: Schedule
-) -> Callable[..., Algorithm]:
-    """Returns the method with room for versions in State.server."""
+class _Run(NamedTuple):
+    """Arguments of `program` that a round needs."""
 
-    @functools.wraps(factory)
-    def make(task: Task, **hparams: Any) -> Algorithm:
-        method = factory(task, **hparams)
+    setting: Setting
+    rule: Rule
+    schedule: Schedule
+    width: int
+    on: Parts
 
-        def room(x: Array) -> Array:
-            return jnp.zeros((schedule.slots, *x.shape), x.dtype)
 
-        def init(key: Array) -> State:
-            server, clients = method.init(key)
-            return State(Server(server, jax.tree.map(room, server)), clients)
+def _check(setting: Setting, on: Parts) -> None:
+    """Raises InputError unless updates can arrive one after another."""
+    found = on.runner(on.traced, 0, frozen.values(setting.task) or None).averaged
+    refused = f"{setting.name} cannot run asynchronously: "
+    if len(setting.task.models) > 1:
+        raise InputError(
+            "Asynchronous aggregation needs clients of one architecture, got "
+            f"{len(setting.task.models)}."
+        )
+    if found is None:
+        raise InputError(f"{refused}its round is not one mean over the clients.")
+    if found.method.start is not None or found.method.finish is not None:
+        raise InputError(f"{refused}its server reads more of a client than the mean.")
+    uploads = found.uploads
+    if uploads is not None and (
+        uploads.weight is not None or uploads.combine is not None
+    ):
+        raise InputError(f"{refused}private and robust options need rounds.")
 
-        return uploads.over(method, init=init)
 
-    return make
+def _init(run: _Run, key: Array, traced: Traced) -> RunState:
+    """Returns the state before the first update, with room for earlier versions."""
+    state, count = run.on.init(key, traced), run.schedule.slots
+    room = lambda x: jnp.zeros((count, *x.shape), x.dtype)
+    versions = jax.tree.map(room, state.method.server)
+    return state._replace(record={"versions": versions})
 
 
 def _drawer(
@@ -193,180 +215,108 @@ def _drawer(
     return draw
 
 
-class _Run(NamedTuple):
-    """Arguments of `program` that a round needs."""
-
-    name: Callable[..., Algorithm]
-    algorithm: Callable[..., Algorithm]  # (traced, round)
-    task: Task
-    rule: Rule
-    schedule: Schedule
-    transform: Transform | None
-    width: int
-    on: Parts
-
-
 def _train(
     run: _Run,
     key: Array,
     traced: Traced,
     f: Federation,
-    here: State,
+    here: RunState,
     ids: Array,
     active: Array,
     t: Array,
     evaluated: Array,
-) -> tuple[State, Round]:
+) -> tuple[RunState, Round]:
     """Trains the clients that arrive, each from its version, and updates the server."""
     key, traced, f, here, ids, active = synchronous.free(
         run.on.mesh, key, traced, f, here, ids, active
     )
-    now, kept = here.server.method, jnp.asarray(run.schedule.slot)[t]
+    now, kept = here.method.server, jnp.asarray(run.schedule.slot)[t]
     versions = jax.tree.map(
-        lambda every, x: every.at[kept].set(x), here.server.versions, now
+        lambda every, x: every.at[kept].set(x), here.record["versions"], now
     )
     # [S] position in the order of arrival
     at = jnp.argmax(jnp.asarray(run.schedule.ids)[t][None] == ids[:, None], axis=1)
     started = jnp.asarray(run.schedule.started)[t][at]
     source = jnp.asarray(run.schedule.source)[t][at]
     stale = sharded((t - started).astype(jnp.float32), run.on.mesh, P())
-    names: set[str] = set()
+    runner, method = _averaged(run, traced, t, f)
 
-    def client(
-        c: Client, active: Array, row: PyTree, number: Array, slot: Array, stale: Array
-    ) -> tuple[PyTree, ...]:
-        alone = Cohort(
-            *(f, frozen.bind(run.task, f.frozen), c.id[None], active[None]),
-            key=keys.clients_key(key, number),
+    def cohort(ids: Array, active: Array, number: Array, **layout: Any) -> Cohort:
+        task = frozen.bind(run.setting.task, f.frozen)
+        stream = keys.clients_key(key, number)
+        return Cohort(
+            *(f, task, ids, active),
+            key=stream,
             round=number,
             evaluated=evaluated,
-            width=1,
-            transform=run.transform,
+            **layout,
         )
-        stream = keys.fold(keys.round_key(key, number), keys.Round.SERVER)
+
+    def client(
+        c: Client, active: Array, rows: PyTree, number: Array, slot: Array, stale: Array
+    ) -> tuple[PyTree, Sent]:
+        alone = cohort(c.id[None], active[None], number, width=1)
         begin = trees.gather(versions, slot)
-        before = State(begin, jax.tree.map(lambda x: x[None], row))
-        with contract.named(run.name, "round"):
-            method = run.algorithm(traced, number, f.frozen)
-            (new, row), known, weight, sent = _alone(method, stream, before, alone)
-        names.update(sent)
-        weight = jnp.float32(1) if run.rule.mixes else weight
-        part = weight * run.rule.rate * run.rule.staleness(stale)
-        if not run.rule.mixes:
-            new = jax.tree.map(functools.partial(_moved, stale), new, begin, now)
-        scaled = jax.tree.map(lambda x: part * x, new)
-        return (scaled, part, weight), row, known
+        before = here._replace(method=here.method._replace(server=begin))
+        _, mine = _averaged(run, traced, number, f)
 
-    present = Cohort(
-        *(f, frozen.bind(run.task, f.frozen), ids, active),
-        key=keys.clients_key(key, t),
-        round=t,
-        evaluated=evaluated,
-        width=run.width,
-        mesh=run.on.mesh,
-        lengths=run.on.lengths,
+        def one(c: Client, rows: PyTree) -> tuple[PyTree, Sent]:
+            return averaged.work(mine, alone, c, before, rows, ())
+
+        upload, found = alone.map(one, jax.tree.map(lambda x: x[None], rows))
+        upload, found = jax.tree.map(lambda x: x[0], (upload, found))
+        part = run.rule.rate * run.rule.staleness(stale)
+        return _scaled(run.rule, method.method, upload, begin, now, part), found
+
+    layout = {"width": run.width, "mesh": run.on.mesh, "lengths": run.on.lengths}
+    present = cohort(ids, active, t, **layout)
+    weight = None if run.rule.mixes else method.method.weight(present)
+    mean, (found,) = present.mean(
+        client,
+        *(active, here.rows, started, source, stale),
+        weight=weight,
+        default=averaged.neutral(method, now),
+        phase=None,
     )
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), now)
-    given = active, here.clients, started, source, stale
-    (total, part, weight), (rows, known) = present.mean(
-        client, *given, default=(nothing, *jnp.zeros((2,))), phase=None
-    )
-    mixed = _mixed(now, total, part, weight)
-    server = {name: (mixed if name in names else now)[name] for name in now}
-    loss, post, own, sent = known
-    finite = synchronous.finite(State(server, rows), len(ids), run.on.lengths)
-    found = Round(loss, post, {"staleness": stale} | own, {}, sent, ids, active, finite)
-    return State(Server(server, versions), rows), found
+    stream = keys.fold(keys.round_key(key, t), keys.Round.SERVER)
+    with contract.named(run.setting.factory, "round"):
+        new, m = averaged.conclude(method, stream, here, present, mean, found)
+        contract.check_round(here, new, m, len(ids), runner.headline[0])
+    sent = averaged.sent(method, here, present, m)
+    finite = synchronous.finite(new, len(ids), run.on.lengths)
+    own = {"staleness": stale} | m.clients
+    metrics = Round(m.loss, m.post, own, m.server, sent, ids, active, finite)
+    return new._replace(record={"versions": versions}), metrics
 
 
-class _Once(uploads.Through):
-    """A cohort whose `mean` notes its arguments.
+def _averaged(
+    run: _Run, traced: Traced, t: Array, f: Federation
+) -> tuple[Runner, Averaged]:
+    """Returns the method's functions, and the method, whose clients send updates."""
+    runner = run.on.runner(traced, t, f.frozen)
+    found = runner.averaged
+    assert found is not None  # by `_check`
+    if found.uploads is None:
+        found = found._replace(uploads=composed({}))
+    return runner, found
 
-    Attributes:
-      calls: of `map`, `mean`, `scan` and `replicated`.
-      options: keyword arguments of the last call of `mean`.
+
+def _scaled(
+    rule: Rule, method: Method, upload: PyTree, begin: PyTree, now: PyTree, part: Array
+) -> PyTree:
+    """Returns what a client contributes to the mean update: `part` times its own.
+
+    FedAsync's update is the change from the present version to the client's model,
+    FedBuff's that from the version it received. Running statistics move towards the
+    client's by `part`, and by all of the way at most.
     """
-
-    def __init__(self, cohort: Cohort):
-        super().__init__(cohort)
-        self.calls, self.options = 0, dict[str, Any]()
-
-    def map(self, *given: Any, **options: Any) -> Any:
-        """See `types.Cohort`."""
-        self.calls += 1
-        return super().map(*given, **options)
-
-    def mean(self, *given: Any, **options: Any) -> Any:
-        """See `types.Cohort`."""
-        self.calls, self.options = self.calls + 1, options
-        return super().mean(*given, **options)
-
-    def scan(self, *given: Any, **options: Any) -> Any:
-        """See `types.Cohort`."""
-        self.calls += 1
-        return super().scan(*given, **options)
-
-    def replicated(self, tree: PyTree) -> PyTree:
-        """See `types.Cohort`."""
-        self.calls += 1
-        return self._cohort.replicated(tree)
-
-
-def _alone(
-    method: Algorithm, key: Array, here: State, cohort: Cohort
-) -> tuple[State, PyTree, Array, PyTree]:
-    """Runs a round of one client.
-
-    Returns:
-      the state with the client's row, its results, its weight in the mean, and its
-      upload's shapes.
-    """
-    once: Any = _Once(cohort)
-    result = method.round(key, here, once)
-    contract.check_round(here, result, 1, method.headline[0])
-    new, m = result
-    if not _is_mean(method, here.server, new.server, once):
-        raise ContractError(
-            "asynchronous aggregation needs a round of one call of cohort.mean, whose "
-            "result is all that the server keeps."
-        )
-    weight = once.options.get("weight")
-    weight = cohort.active if weight is None else weight
-    sent = (method.traffic or traffic.uploads)(here, once, m)
-    known = m.loss, m.post, m.clients, sent, weight.astype(jnp.float32)
-    row, (*known, weight) = jax.tree.map(lambda x: x[0], (new.clients, known))
-    return State(new.server, row), tuple(known), weight, cohort.uploads[0][0]
-
-
-def _is_mean(method: Algorithm, server: PyTree, new: PyTree, cohort: Any) -> bool:
-    """Returns whether the next server is the mean of the upload, judged by names,
-    shapes and calls of the cohort; parts that are not sent must be kept."""
-    if (cohort.calls, cohort.means) != (1, 1) or not isinstance(server, dict):
-        return False
-    sent, weight = cohort.uploads[0][0], cohort.options.get("weight")
-    if not isinstance(sent, dict) or not set(sent) <= set(server):
-        return False
-    full = {name for name in sent if jax.tree.leaves(sent[name])}
-    pairs = zip(jax.tree.leaves(server), jax.tree.leaves(new), strict=True)
-    like = contract.shapes({name: server[name] for name in sent})
-    return (
-        full <= {*method.averages, "stats"}
-        and contract.difference(like, sent) is None
-        and sum(a is not b for a, b in pairs) <= len(jax.tree.leaves(sent))
-        and (weight is None or jnp.shape(weight) == (1,))
-        and cohort.options.get("combine") is None
+    (change, statistics), (old, _) = (
+        averaged.divided(upload),
+        averaged.divided(method.default(begin)),
     )
-
-
-def _moved(stale: Array, new: Array, begin: Array, now: Array) -> Array:
-    """Returns what a client has made of `begin` as a change of the present version."""
-    return jnp.where(stale > 0, new + (now - begin), new)
-
-
-def _mixed(now: PyTree, total: PyTree, part: Array, weight: Array) -> PyTree:
-    """Returns (1 - a) x + the sum, with a the sum of parts, both over all weights."""
-    scale = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
-    mixed = jax.tree.map(
-        lambda x, sum: (1 - part * scale) * x + sum * scale, now, total
-    )
-    return optax.tree.cast_like(mixed, now)
+    new, known = averaged.divided(method.default(now))
+    if rule.mixes:
+        change = jax.tree.map(lambda u, a, b: u + (a - b), change, old, new)
+    change = optax.tree.cast_like(optax.tree.scale(part, change), new)
+    statistics = trees.lerp(jnp.minimum(part, 1), statistics, known)
+    return trees.merge(change, optax.tree.cast_like(statistics, known))

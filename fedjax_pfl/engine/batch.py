@@ -14,7 +14,7 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Federation, PyTree, State
+from fedjax_pfl.types import Array, Federation, PyTree, RunState
 
 
 def vectorized(
@@ -64,11 +64,13 @@ def vectorized(
         for name in first.traced
     }
 
-    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> RunState:
         placed = None if where is None else axes.placement
         return jax.vmap(first.init, in_axes=(0, 0, placed))(key, traced, where)
 
-    def each(functions: Sequence[Callable[[State], State]], state: State) -> State:
+    def each(
+        functions: Sequence[Callable[[RunState], RunState]], state: RunState
+    ) -> RunState:
         rows = [trees.gather(state, i) for i in range(len(functions))]
         return stack([f(row) for f, row in zip(functions, rows, strict=True)])
 

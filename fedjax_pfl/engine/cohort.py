@@ -35,8 +35,6 @@ from fedjax_pfl.types import (
     Task,
 )
 
-# (key, upload, default, client) -> upload, such as clipping or noise
-Transform = Callable[[Array, PyTree, PyTree, Client], PyTree]
 # (uploads [S, ...], shares as of `aggregate.shares`, default) -> their mean
 Combine = Callable[[PyTree, PyTree, PyTree], PyTree]
 # (client, *rows) -> (summed over the clients, not summed)
@@ -49,8 +47,6 @@ class Cohort:
     Attributes:
       lengths: [G] clients in each architecture's segment, padding included, in the
         order of Task.models.
-      uploads: for each call of `mean`, in their order, the shapes of the upload per
-        architecture; known once traced.
     """
 
     def __init__(
@@ -66,9 +62,14 @@ class Cohort:
         width: int,
         mesh: Mesh | None = None,
         lengths: tuple[int, ...] | None = None,
-        transform: Transform | None = None,
+        held: bool = False,
     ):
-        """Sets the attributes; `lengths` None is one architecture."""
+        """Sets the attributes.
+
+        Args:
+          lengths: None is one architecture.
+          held: every mean is its `default`.
+        """
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         sizes = jnp.where(active, federation.train.size[known], 0)
         counts = jnp.where(active[:, None], federation.class_counts[known], 0)
@@ -80,11 +81,10 @@ class Cohort:
         self.metrics = task.metrics
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
-        self.uploads: list[list[PyTree]] = []
         self.lengths = lengths or (len(ids),)
         self._federation, self._task = federation, task
         self._key, self._mesh = key, mesh
-        self._width, self._transform = width, transform
+        self._width, self._held = width, held
         self._phases: set[int] = set()
 
     def map(
@@ -117,8 +117,12 @@ class Cohort:
             for here in segments
         ]
         shares = sharded(shares, self._mesh, P())
-        send = self._sender(default, client, len(self.uploads))
-        self.uploads.append([])
+        send = self._sender(default, client)
+        if self._held:
+            _, rest = self._run(
+                lambda c, *rows: ((), send(c, *rows)[1]), rows, (), phase
+            )
+            return default, rest
         if combine is not None:
             return self._combined(send, rows, shares, default, phase, combine)
         if not per_group:
@@ -232,10 +236,9 @@ class Cohort:
         self._phases |= set() if phase is None else {phase}
 
     def _sender(
-        self, default: PyTree, client: Callable[..., tuple[PyTree, ...]], call: int
+        self, default: PyTree, client: Callable[..., tuple[PyTree, ...]]
     ) -> Sender:
-        """Returns `client` with its upload checked against `default` and then
-        transformed."""
+        """Returns `client` with its upload checked against `default`."""
 
         def send(c: Client, *rows: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             results = trees.single(client(c, *rows))
@@ -248,15 +251,6 @@ class Cohort:
             upload = first.tree if isinstance(first, Own) else first
             like = architectures.select(default, c.architecture)
             contract.check_like("the upload must be like `default`", like, upload)
-            before = self.uploads[call][: c.architecture]
-            self.uploads[call] = [*before, contract.shapes(upload)]
-            if self._transform is not None:
-                stream = keys.fold(self._key, keys.Cohort.UPLOAD, call)
-                key = jax.random.fold_in(stream, c.id)
-                made = self._transform(key, upload, like, c)
-                made = optax.tree.cast_like(made, upload)
-                contract.check_like("`transform` must keep the upload", upload, made)
-                upload = made
             return upload, tuple(rest)
 
         return send
@@ -283,7 +277,11 @@ class Cohort:
         public = _public(f, self._task, active)
         counts = jnp.where(active, f.class_counts[row], 0)
         model = self._task.models[group]
-        return Client(id, key, *splits, public, counts, model, group)  # type: ignore[arg-type]  # see Client.key
+        malicious = None
+        if self._task.malicious is not None:
+            malicious = jnp.asarray(self._task.malicious)[row]
+        here = self.round, self.evaluated, malicious
+        return Client(id, key, *splits, public, counts, model, group, *here)  # type: ignore[arg-type]  # see Client.key
 
     def _run(
         self,

@@ -17,6 +17,7 @@ from fedjax_pfl.types import (
     Grouped,
     Metrics,
     PyTree,
+    RunState,
     State,
     Subset,
     Task,
@@ -71,7 +72,7 @@ def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
 def check_shapes(
     task: Task,
     traced: dict[str, float],
-    init: Callable[..., State],
+    init: Callable[..., RunState],
     round: Callable[..., PyTree],
     evaluate: Callable[..., PyTree],
 ) -> None:
@@ -122,13 +123,18 @@ def check_like(what: str, wanted: PyTree, found: PyTree) -> None:
         raise ContractError(f"{what}: {different}.")
 
 
-def check_round(before: State, result: Any, count: int, headline: str) -> None:
-    """Raises ContractError unless a round returned a state like the one before, and
-    complete metrics of `count` clients with the headline among the scores."""
+def check_kinds(result: Any) -> None:
+    """Raises ContractError unless a round returned (State, Metrics)."""
     kinds = [type(x).__name__ for x in result] if isinstance(result, tuple) else ()
     if kinds != [State.__name__, Metrics.__name__]:
         raise ContractError(f"`round` must return (State, Metrics), got {kinds}.")
-    state, metrics = result
+
+
+def check_round(
+    before: RunState, state: RunState, metrics: Metrics, count: int, headline: str
+) -> None:
+    """Raises ContractError unless a round returned a state like the one before, and
+    complete metrics of `count` clients with the headline among the scores."""
     if metrics.loss is None or not metrics.post:
         raise ContractError(
             "Metrics must have `loss`, the mean training loss per client [S], and "
@@ -145,7 +151,9 @@ def check_round(before: State, result: Any, count: int, headline: str) -> None:
     for name in (*metrics.clients, *metrics.server):
         if name.split("/")[0] in RESERVED:
             raise ContractError(f"a metric cannot be named {name!r}: it is reserved.")
-    check_like("`round` must keep the state's structure and types", before, state)
+    what = "`round` must keep the state's structure and types"
+    check_like(what, before.method, state.method)
+    check_like(what, before, state)
 
 
 def check_scores(scores: Any, headline: str) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 
 from fedjax_pfl import local_training
-from fedjax_pfl.engine.program import parts, program
+from fedjax_pfl.engine.program import parts, program, set_up
 from fedjax_pfl.models.nnx_model import product_flops
-from fedjax_pfl.types import Algorithm, Array, Federation, Task
+from fedjax_pfl.types import Algorithm, Array, Federation, Method, Task
 
 
 def flops_of_step(
-    factory: Callable[..., Algorithm],
+    factory: Callable[..., Algorithm | Method],
     task: Task,
     federation: Federation,
     hparams: dict[str, Any] | None = None,
@@ -53,7 +53,7 @@ def flops_of_step(
         closed = jax.make_jaxpr(run.round)(*given)
         return _walk(closed.jaxpr, closed.consts, jax.tree.leaves(given), False)[1]
 
-    ids, active = parts(factory, task, hparams).draw(None, key, t)
+    ids, active = parts(set_up(factory, task, hparams)).draw(None, key, t)
     drawn = np.asarray(ids)[np.asarray(active)]
     steps, _ = local_training.planned(task, np.asarray(federation.train.size)[drawn])
     return float(jax.jit(total)(federation)) / max(int(steps.sum()), 1)

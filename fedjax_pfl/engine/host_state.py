@@ -17,37 +17,58 @@ from fedjax_pfl import architectures
 from fedjax_pfl.engine import memory, validate
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import AXIS, Placement, slices
-from fedjax_pfl.engine.program import Program, Round, parts, program as whole_program
+from fedjax_pfl.engine.program import (
+    Program,
+    Round,
+    parts,
+    program as whole_program,
+    set_up,
+)
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Federation,
+    Method,
+    PyTree,
+    RunState,
+    Task,
+)
 
 BLOCK = 2**28  # bytes of the first state that are drawn at once
 
 
 def program(
-    factory: Callable[..., Algorithm] | str,
+    factory: Callable[..., Algorithm | Method] | str,
     task: Task,
     hparams: dict[str, Any] | None = None,
+    *,
+    width: int = 1,
+    devices: int = 1,
+    checked: bool = True,
     **options: Any,
 ) -> Program:
-    """Makes a Program like `engine.program.program` with State.clients as NumPy arrays
-    by client id, which rounds overwrite in place.
+    """Makes a Program like `engine.program.program` with the rows of the state as NumPy
+    arrays by client id, which rounds overwrite in place.
 
     Its functions are jitted where possible, and cannot be traced themselves.
 
     Raises:
       InputError: everybody takes part in a round, or there are several processes.
     """
-    factory, task = validate.method(factory), validate.task(task)
+    setting = set_up(factory, task, hparams, **options)
+    task = setting.task
     n = task.num_clients
     if max(task.cohort_sizes) == n or jax.process_count() > 1:
         raise InputError(
             "client_memory=host needs participation below 1 and a single process."
         )
-    on_device = whole_program(factory, task, hparams, **options)
-    options.pop("checked", None)
-    on = parts(factory, task, hparams, **options)
+    layout: dict[str, Any] = {"width": width, "devices": devices}
+    on_device = whole_program(
+        factory, task, hparams, checked=checked, **layout, **options
+    )
+    on = parts(setting, **layout)
     everywhere, by_row = (
         on.mesh and NamedSharding(on.mesh, spec) for spec in (P(), P(AXIS))
     )
@@ -60,42 +81,43 @@ def program(
     memory.check(memory.Memory(kept, memory.host_total()), advice)
     draw_server, draw_rows = (
         jax.jit(f, static_argnums=3, compiler_options=init_options())
-        for f in (lambda *given: on.init(*given[:2]).server, _rows_of(on.init))
+        for f in (_server_of(on.init), _rows_of(on.init))
     )
     segments, slot = slices(on.lengths), architectures.slots(task)
 
-    def here(state: State, ids: np.ndarray, lengths: tuple[int, ...]) -> State:
+    def here(state: RunState, ids: np.ndarray, lengths: tuple[int, ...]) -> RunState:
         """Copies the rows of `ids` to the devices."""
         known = np.minimum(ids, n - 1)
         inside = lambda g, x: x[np.minimum(slot[known[slices(lengths)[g]]], len(x) - 1)]
-        rows = architectures.per_group(lambda x: x[known], inside, state.clients)
-        return State(state.server, jax.device_put(rows, by_row))
+        rows = architectures.per_group(lambda x: x[known], inside, state.rows)
+        return state.with_rows(jax.device_put(rows, by_row))
 
-    def place(state: State) -> State:
-        rows = jax.tree.map(np.array, state.clients)
-        return State(jax.device_put(state.server, everywhere), rows)
+    def place(state: RunState) -> RunState:
+        rows = jax.tree.map(np.array, state.rows)
+        server = state.with_rows(((), ()))
+        return jax.device_put(server, everywhere).with_rows(rows)
 
-    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> RunState:
         given = _on_cpu((key, traced))
-        server = jax.device_get(draw_server(*given))
-        rows = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like.clients)
+        server = jax.device_get(draw_server(*given, 0, 0))
+        rows = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), like.rows)
         # drawn at once, all rows would be in memory twice
         count = min(n, max(1, BLOCK * n // max(1, kept)))
         for first in range(0, n, count):
             block = draw_rows(*given, first, count)
             jax.tree.map(functools.partial(_fill, first), rows, block)
-        return State(jax.device_put(server, everywhere), rows)
+        return jax.device_put(server, everywhere).with_rows(rows)
 
     def round(
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
         evaluated: Array,
-    ) -> tuple[State, Round]:
+    ) -> tuple[RunState, Round]:
         validate.state(state, like)
-        ids, active = jax.device_get(draw(on.placement, key, t, server=state.server))
+        ids, active = jax.device_get(draw(on.placement, key, t, record=state.record))
         rows = here(state, ids, on.lengths)
         new, known = train(key, traced, federation, rows, ids, active, t, evaluated)
 
@@ -109,10 +131,10 @@ def program(
         architectures.per_group(
             lambda old, rows: put(old, rows, ids, active),
             inside,
-            state.clients,
-            new.clients,
+            state.rows,
+            new.rows,
         )
-        return State(new.server, state.clients), known
+        return new.with_rows(state.rows), known
 
     def blocks() -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
         """Yields the ids of all clients, as many at a time as a round has."""
@@ -124,7 +146,7 @@ def program(
             yield from ((ids, only) for ids in padded.reshape(-1, length))
 
     def evaluate(
-        key: Array, traced: Traced, federation: Federation, state: State, t: Array
+        key: Array, traced: Traced, federation: Federation, state: RunState, t: Array
     ) -> dict[str, Any]:
         validate.state(state, like)
         found: dict[str, np.ndarray] = {}
@@ -140,7 +162,7 @@ def program(
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
         id: int,
         x: Array,
@@ -159,18 +181,22 @@ def program(
         on.placement,
         on.mesh,
         on_host=True,
-        task=on_device.task,
-        method=on_device.method,
+        setting=setting,
     )
 
 
-def _rows_of(init: Callable[..., State]) -> Callable[..., PyTree]:
-    """Returns (key, traced, first, count) -> `count` rows of State.clients from `first`
-    on, the last ones where there are fewer."""
+def _server_of(init: Callable[..., RunState]) -> Callable[..., RunState]:
+    """Returns (key, traced, first, count) -> the state without its rows."""
+    return lambda key, traced, first, count: init(key, traced).with_rows(((), ()))
+
+
+def _rows_of(init: Callable[..., RunState]) -> Callable[..., PyTree]:
+    """Returns (key, traced, first, count) -> `count` rows of the state from `first` on,
+    the last ones where there are fewer."""
 
     def rows(key: Array, traced: Traced, first: Array, count: int) -> PyTree:
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, min(count, len(x)))
-        return jax.tree.map(cut, init(key, traced).clients)
+        return jax.tree.map(cut, init(key, traced).rows)
 
     return rows
 

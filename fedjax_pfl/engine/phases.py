@@ -10,14 +10,14 @@ from fedjax_pfl.engine.batch import lowered
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.results import Result
 from fedjax_pfl.engine.rounds import Compiled, arguments, compiled, rounds as run_rounds
-from fedjax_pfl.types import Array, Federation, State
+from fedjax_pfl.types import Array, Federation, RunState
 
 
 class Phase(NamedTuple):
     """The rounds on one federation, and the scores after them."""
 
     results: list[Result]  # without states
-    state: State  # after the last round, valid until the next phase
+    state: RunState  # after the last round, valid until the next phase
     # {name: [phases so far, N]}, scores on the test examples of each phase
     seen: dict[str, np.ndarray]
 
@@ -47,7 +47,7 @@ def phases(
     """
     made: dict[object, Compiled] = {}
     past: list[tuple[Program, Federation, Compiled]] = []
-    state: State | None = None
+    state: RunState | None = None
     for i, (program, federation) in enumerate(zip(programs, federations, strict=True)):
         alike: object = i
         if not program.on_host:
@@ -80,7 +80,7 @@ def _scores(
     federation: Federation,
     run: Compiled,
     key: Array,
-    state: State,
+    state: RunState,
     t: int,
 ) -> dict[str, np.ndarray]:
     """Returns the scores of a state, with rows by client id, on a federation."""

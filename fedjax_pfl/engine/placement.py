@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import architectures, local_training, trees
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.types import Array, PyTree, State, Task
+from fedjax_pfl.types import Array, PyTree, RunState, Task
 
 AXIS = "clients"  # of the mesh
 
@@ -244,7 +244,7 @@ class StateRows:
     def _part(self, at: Array, group: int, lengths: tuple[int, ...]) -> Array:
         return at[slices(lengths)[group]] - self._parts[group].start
 
-    def place(self, state: State) -> State:
+    def place(self, state: RunState) -> RunState:
         """Orders rows by client id (Grouped ones by rank within the architecture) by
         the placement."""
         if self.where is None:
@@ -252,11 +252,11 @@ class StateRows:
         client = jnp.minimum(jnp.asarray(self.where.client), self._task.num_clients - 1)
         slot = jnp.asarray(architectures.slots(self._task))[client]
         inside = lambda g, x: x[jnp.minimum(slot[self._parts[g]], len(x) - 1)]
-        return state._replace(
-            clients=architectures.per_group(lambda x: x[client], inside, state.clients)
+        return state.with_rows(
+            architectures.per_group(lambda x: x[client], inside, state.rows)
         )
 
-    def unplace(self, state: State) -> State:
+    def unplace(self, state: RunState) -> RunState:
         """Inverts `place`."""
         if self.where is None:
             return state
@@ -264,8 +264,8 @@ class StateRows:
         inside = lambda g, x: x[
             row[architectures.members(self._task, g)] - self._parts[g].start
         ]
-        return state._replace(
-            clients=architectures.per_group(lambda x: x[row], inside, state.clients)
+        return state.with_rows(
+            architectures.per_group(lambda x: x[row], inside, state.rows)
         )
 
 

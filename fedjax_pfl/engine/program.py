@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from fedjax_pfl import architectures, evaluation, hyperparameters, keys, traffic, trees
-from fedjax_pfl.engine import contract, exposure, frozen, validate
-from fedjax_pfl.engine.cohort import Cohort, Transform
-from fedjax_pfl.engine.method import Traced, bound
+from fedjax_pfl import architectures, evaluation, hyperparameters, keys, trees
+from fedjax_pfl.engine import contract, frozen, validate
+from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.method import Runner, Setting, Traced, bound
 from fedjax_pfl.engine.placement import (
     AXIS,
     Placement,
@@ -28,18 +29,23 @@ from fedjax_pfl.engine.placement import (
     slices,
     without_mesh,
 )
-from fedjax_pfl.engine.sampling import sample, shares
+from fedjax_pfl.engine.sampling import first, reads_record, recorded, sample, shares
 from fedjax_pfl.types import (
     Algorithm,
     Array,
     Client,
     Federation,
+    Method,
     PyTree,
+    RunState,
     Scores,
-    State,
     Task,
     Traffic,
+    Upload,
 )
+from fedjax_pfl.uploads.chain import Chain, Option, chain
+
+BENIGN = "benign_"  # prefix of the scores of clients that are not malicious
 
 
 class Round(NamedTuple):
@@ -60,15 +66,17 @@ class Parts(NamedTuple):
     """The functions of which a Program is made; ids and rows are those of a cohort,
     [S, ...]."""
 
-    init: Callable[..., State]  # (key, traced) -> State[N], rows by client id
-    # (placement, key, t, loss=, server=) -> ids and active of the round, as `sample`
+    init: Callable[..., RunState]  # (key, traced) -> RunState[N], rows by client id
+    # (placement, key, t, loss=, record=) -> ids and active of the round, as `sample`
     draw: Callable[..., tuple[Array, Array]]
-    # (key, traced, federation, State, ids, active, t, evaluated)
-    train: Callable[..., tuple[State, Round]]
-    # (key, traced, federation, State, ids, t, lengths) -> {name: [S]}
+    # (key, traced, federation, RunState, ids, active, t, evaluated)
+    train: Callable[..., tuple[RunState, Round]]
+    # (key, traced, federation, RunState, ids, t, lengths) -> {name: [S]}
     score: Callable[..., dict[str, Array]]
     # the same arguments -> mean training loss before the round [S]
     losses: Callable[..., Array]
+    # (traced, t, frozen variables) -> the method's functions
+    runner: Callable[..., Runner]
     traced: dict[str, float]  # the traced hyperparameters
     placement: Placement | None
     lengths: tuple[int, ...]  # clients per architecture in a round, padding included
@@ -80,42 +88,48 @@ class Program(NamedTuple):
     the round."""
 
     traced: dict[str, float]
-    init: Callable[..., State]  # (key, traced, placement=None) -> State
-    # (key, traced, federation, State[N], t, evaluated) -> State, Round
-    round: Callable[..., tuple[State, Round]]
-    # (key, traced, federation, State[N], t) -> {name: [N]}
+    init: Callable[..., RunState]  # (key, traced, placement=None) -> RunState
+    # (key, traced, federation, RunState[N], t, evaluated) -> RunState, Round
+    round: Callable[..., tuple[RunState, Round]]
+    # (key, traced, federation, RunState[N], t) -> {name: [N]}
     evaluate: Callable[..., dict[str, Array]]
-    # (key, traced, federation, State[N], t, client id, raw x [B, *input]) -> outputs
+    # (key, traced, federation, RunState[N], t, client id, raw x [B, *input]) -> outputs
     predict: Callable[..., PyTree]
     # rows by client id -> rows as the other functions take them, over the devices
-    place: Callable[[State], State]
+    place: Callable[[RunState], RunState]
     # the inverse; both change nothing on a single device with one architecture
-    unplace: Callable[[State], State]
+    unplace: Callable[[RunState], RunState]
     # for Federation.placement, where one compiled program serves several partitions
     placement: Placement | None = None
     mesh: Mesh | None = None  # of several devices
     # rows are NumPy arrays in host memory, and no function can be traced
     on_host: bool = False
-    task: Task | None = None
-    method: Callable[..., Algorithm] | None = None
+    setting: Setting | None = None  # None: the functions are of several runs
     most_rounds: int | None = None  # None: any number
+
+    @property
+    def task(self) -> Task | None:
+        """The task; None for several runs."""
+        return None if self.setting is None else self.setting.task
 
 
 def program(
-    factory: Callable[..., Algorithm] | str,
+    factory: Callable[..., Algorithm | Method] | str,
     task: Task,
     hparams: dict[str, Any] | None = None,
     *,
     lr_decay: float = 1.0,
     width: int = 1,
     devices: int = 1,
-    transform: Transform | None = None,
+    uploads: Chain | Option | Upload | None = None,
+    server: Option | optax.GradientTransformation | None = None,
     checked: bool = True,
 ) -> Program:
     """Makes an experiment from a method and a task.
 
-    Hyperparameters annotated float, `lr` and `lr_decay` become `traced`, arguments of
-    every function: other values need no new compilation and can be vmapped over.
+    Hyperparameters annotated float, numbers of options, `lr` and `lr_decay` become
+    `traced`, arguments of every function: other values need no new compilation and can
+    be vmapped over.
 
     Over several devices, and with several architectures, the rows of State.clients are
     in the order of the placement; `unplace` returns them in the clients' order. The
@@ -129,32 +143,19 @@ def program(
       width: clients per vmapped batch on each device.
       devices: devices that share the clients of a round (`xla.split_cpu` makes several
         of a CPU).
-      transform: (key, upload, default, client) -> upload, applied to each client's
-        upload before the server averages it (`types.Cohort.mean`), such as clipping
-        or noise.
+      uploads: options on what clients send, `uploads.chain(...)`.
+      server: optimizer that takes the averaged update as its gradient (FedOpt), of
+        `uploads.server` or of optax with its learning rate.
       checked: traces one round on shapes alone, to find a method's mistakes early.
 
     Raises:
       InputError: an unknown hyperparameter, a value out of range, too many devices, or
         a method that breaks the contract.
     """
-    factory, hparams = validate.method(factory), {} if hparams is None else hparams
-    hyperparameters.check(factory, hparams)
-    task = validate.task(task)
+    setting = set_up(factory, task, hparams, lr_decay, uploads, server)
     validate.layout(lr_decay, width, devices)
-    on = parts(
-        factory,
-        task,
-        hparams,
-        lr_decay=lr_decay,
-        width=width,
-        devices=devices,
-        transform=transform,
-    )
-    if task.per_example is not None:
-        exposure.check_per_example(parts, factory, task, hparams)
-    algorithm, _ = bound(factory, task, hparams, lr_decay)
-    found = from_parts(on, task, devices, algorithm)._replace(method=factory)
+    found = from_parts(parts(setting, width=width, devices=devices), setting, devices)
+    task = setting.task
     if checked:
         contract.check_shapes(
             task, found.traced, found.init, found.round, found.evaluate
@@ -162,21 +163,38 @@ def program(
     return found
 
 
-def from_parts(
-    on: Parts, task: Task, devices: int, algorithm: Callable[..., Algorithm]
-) -> Program:
+def set_up(
+    factory: Callable[..., Algorithm | Method] | str,
+    task: Task,
+    hparams: dict[str, Any] | None = None,
+    lr_decay: float = 1.0,
+    uploads: Chain | Option | Upload | None = None,
+    server: Option | optax.GradientTransformation | None = None,
+) -> Setting:
+    """Returns what a run computes with, as data; the arguments are those of
+    `program`."""
+    if uploads is None:
+        uploads = Chain()
+    changes = uploads if isinstance(uploads, Chain) else chain(uploads)
+    found, hparams = validate.method(factory), hparams or {}
+    hyperparameters.check(found, hparams)
+    return Setting(found, validate.task(task), hparams, lr_decay, changes, server)
+
+
+def from_parts(on: Parts, setting: Setting, devices: int) -> Program:
     """Returns the program of its functions for the rows of a cohort."""
-    n, mesh = task.num_clients, on.mesh
+    task, mesh = setting.task, on.mesh
+    n = task.num_clients
     everybody = max(task.cohort_sizes) == n  # then rows need no gather
     whole = segments(task, n, devices)
 
     def rows(where: Placement | None) -> StateRows:
         return StateRows(task, on.placement if where is None else where, devices)
 
-    def place(state: State, where: Placement | None = None) -> State:
+    def place(state: RunState, where: Placement | None = None) -> RunState:
         return _sharded(rows(where).place(state), mesh)
 
-    def init(key: Array, traced: Traced, where: Placement | None = None) -> State:
+    def init(key: Array, traced: Traced, where: Placement | None = None) -> RunState:
         return place(on.init(key, traced), where)
 
     def of_all(
@@ -184,7 +202,7 @@ def from_parts(
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
     ) -> PyTree:
         """Returns what a function of Parts returns of all clients, by id."""
@@ -200,10 +218,10 @@ def from_parts(
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
         evaluated: Array,
-    ) -> tuple[State, Round]:
+    ) -> tuple[RunState, Round]:
         key, traced, federation, state, t, evaluated = free(
             mesh, key, traced, federation, state, t, evaluated
         )
@@ -212,27 +230,27 @@ def from_parts(
         def loss(ids: Array) -> Array:
             if home.where is not None:
                 return of_all(on.losses, key, traced, federation, state, t)[ids]
-            here = State(state.server, home.gather(state.clients, ids, (len(ids),)))
+            here = state.with_rows(home.gather(state.rows, ids, (len(ids),)))
             return on.losses(key, traced, federation, here, ids, t, (len(ids),))
 
-        ids, active = on.draw(home.where, key, t, loss=loss, server=state.server)
+        ids, active = on.draw(home.where, key, t, loss=loss, record=state.record)
         at = sharded(home.of(ids), mesh, P())
-        here = state.clients
+        rows_here = state.rows
         if not everybody:
             # on every device, as the sum over them is anyway: else the indices would
             # travel, leaf by leaf
-            here = sharded(home.gather(state.clients, at, on.lengths), mesh, P())
-        here = State(state.server, here)
+            rows_here = sharded(home.gather(state.rows, at, on.lengths), mesh, P())
+        here = state.with_rows(rows_here)
         new, known = on.train(key, traced, federation, here, ids, active, t, evaluated)
         if everybody:
-            clients = home.keep(new.clients, state.clients, active)
+            kept = home.keep(new.rows, state.rows, active)
         else:  # on all devices at once: the indices then need not travel
-            moved, on_all = sharded((new.clients, active), mesh, P())
-            clients = home.scatter(state.clients, at, moved, on_all, on.lengths)
-        return _sharded(State(new.server, clients), mesh), known
+            moved, on_all = sharded((new.rows, active), mesh, P())
+            kept = home.scatter(state.rows, at, moved, on_all, on.lengths)
+        return _sharded(new.with_rows(kept), mesh), known
 
     def evaluate(
-        key: Array, traced: Traced, federation: Federation, state: State, t: Array
+        key: Array, traced: Traced, federation: Federation, state: RunState, t: Array
     ) -> dict[str, Array]:
         key, traced, federation, state, t = free(
             mesh, key, traced, federation, state, t
@@ -243,13 +261,13 @@ def from_parts(
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
         id: int | Array,
         x: Array,
     ) -> PyTree:
         validate.client(task, id, x)
-        method = algorithm(traced, t, federation.frozen)
+        method = on.runner(traced, t, federation.frozen)
         group = int(task.architecture[int(id)]) if len(task.models) > 1 else 0
         ids = jnp.asarray(id, jnp.int32)[None]
         lengths = tuple(int(g == group) for g in range(len(task.models)))
@@ -266,13 +284,14 @@ def from_parts(
         )
 
         def client(c: Client, row: PyTree) -> PyTree:
-            predictor = method.predict(state.server, row, c)
+            predictor = method.predict(state.method.server, row, c)
             return predictor(
                 task.prepare(jnp.asarray(x)), jnp.ones(jnp.shape(x)[0], bool)
             )
 
         home = rows(federation.placement)
-        found = alone.map(client, home.gather(state.clients, home.of(ids), lengths))
+        own = home.gather(state.method.clients, home.of(ids), lengths)
+        found = alone.map(client, own)
         return jax.tree.map(lambda x: x[0], found)
 
     # the placement is an argument: other partitions need no new compilation
@@ -287,25 +306,23 @@ def from_parts(
         rows(None).unplace,
         on.placement,
         mesh,
-        task=task,
+        setting=setting,
     )
 
 
 def parts(
-    factory: Callable[..., Algorithm],
-    task: Task,
-    hparams: dict[str, Any] | None = None,
-    *,
-    lr_decay: float = 1.0,
-    width: int = 1,
-    devices: int = 1,
-    transform: Transform | None = None,
+    setting: Setting, *, width: int = 1, devices: int = 1, held: bool = False
 ) -> Parts:
-    """Returns the functions of an experiment for the rows of a cohort; the arguments
-    are those of `program`."""
-    algorithm, traced = bound(
-        factory, task._replace(participation=shares(task)), hparams or {}, lr_decay
-    )
+    """Returns the functions of an experiment for the rows of a cohort.
+
+    Args:
+      width: as in `program`, like `devices`.
+      held: every mean is its default, so that no client influences another.
+    """
+    task = setting.task
+    given = setting._replace(task=task._replace(participation=shares(task)))
+    runner, traced = bound(given)
+    factory, history = setting.factory, reads_record(task)
     mesh, where = make_mesh(devices), placement(task, devices)
     lengths = segments(task, max(task.cohort_sizes), devices)
 
@@ -329,21 +346,23 @@ def parts(
             width=width,
             mesh=mesh,
             lengths=lengths,
-            transform=transform,
+            held=held,
         )
 
-    def init(key: Array, traced: Traced) -> State:
-        method = algorithm(traced, 0)
+    def init(key: Array, traced: Traced) -> RunState:
+        method = runner(traced, 0)
         with contract.named(factory, "init"):
             drawn = trees.single(method.init(keys.fold(key, keys.Run.INIT)))
-            contract.check_init(drawn, task.num_clients)
+        if history:
+            drawn = drawn._replace(record={"history": first(task.num_clients)})
         # no buffer may occur twice when the state is donated
         return jax.tree.map(jnp.copy, drawn)
 
     def draw(
-        where: Placement | None, key: Array, t: Array, **past: Any
+        where: Placement | None, key: Array, t: Array, record: Any = (), **past: Any
     ) -> tuple[Array, Array]:
         stream = keys.fold(keys.round_key(key, t), keys.Round.SAMPLING)
+        past |= {"record": record["history"]} if history else {}
         ids, active = sample(stream, task, t, **past)
         return arrange(task, where, ids, active, devices)
 
@@ -351,42 +370,44 @@ def parts(
         key: Array,
         traced: Traced,
         f: Federation,
-        here: State,
+        here: RunState,
         ids: Array,
         active: Array,
         t: Array,
         evaluated: Array,
-    ) -> tuple[State, Round]:
+    ) -> tuple[RunState, Round]:
         key, traced, f, here, ids, active = free(
             mesh, key, traced, f, here, ids, active
         )
-        method = algorithm(traced, t, f.frozen)
+        method = runner(traced, t, f.frozen)
         present = cohort(key, f, ids, active, t, evaluated, lengths)
         stream = keys.fold(keys.round_key(key, t), keys.Round.SERVER)
         with contract.named(factory, "round"):
-            result = trees.single(method.round(stream, here, present))
-            contract.check_round(here, result, len(ids), method.headline[0])
-            new, metrics = result
-            sent = (method.traffic or traffic.uploads)(here, present, metrics)
-        known = (metrics.loss, metrics.post, metrics.clients, metrics.server)
+            new, metrics = trees.single(method.round(stream, here, present))
+            contract.check_round(here, new, metrics, len(ids), method.headline[0])
+            sent = method.traffic(here, present, metrics)
+        if history:
+            past = recorded(here.record["history"], ids, active, t, metrics.loss)
+            new = new._replace(record={"history": past})
+        post = metrics.post | benign(metrics.post, ids)
+        known = (metrics.loss, post, metrics.clients, metrics.server)
         return new, Round(*known, sent, ids, active, finite(new, len(ids), lengths))
 
     def score(
         key: Array,
         traced: Traced,
         f: Federation,
-        here: State,
+        here: RunState,
         ids: Array,
         t: Array,
         lengths: tuple[int, ...],
     ) -> dict[str, Array]:
         key, traced, f, here, ids = free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t, f.frozen)
+        method = runner(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> dict[str, Array]:
-            return evaluation.client(
-                c, method.predict(here.server, row, c), checked, task.metrics
-            )
+            predictor = method.predict(here.method.server, row, c)
+            return evaluation.client(c, predictor, checked, task.metrics)
 
         def checked(outputs: PyTree, y: Array, mask: Array, c: Client) -> Scores:
             found = method.score(outputs, y, mask, c)
@@ -396,29 +417,62 @@ def parts(
         real = ids < task.num_clients
         with contract.named(factory, "predict or score"):
             present = cohort(key, f, ids, real, t, jnp.bool(True), lengths)
-            return present.map(client, here.clients)
+            found = present.map(client, here.method.clients)
+        return found | benign(found, ids)
 
     def losses(
         key: Array,
         traced: Traced,
         f: Federation,
-        here: State,
+        here: RunState,
         ids: Array,
         t: Array,
         lengths: tuple[int, ...],
     ) -> Array:
         key, traced, f, here, ids = free(mesh, key, traced, f, here, ids)
-        method = algorithm(traced, t, f.frozen)
+        method = runner(traced, t, f.frozen)
 
         def client(c: Client, row: PyTree) -> Array:
-            predictor = method.predict(here.server, row, c)
+            predictor = method.predict(here.method.server, row, c)
             return evaluation.training_loss(c, predictor, task)
 
         real = ids < task.num_clients
         present = cohort(key, f, ids, real, t, jnp.bool(False), lengths)
-        return present.map(client, here.clients)
+        return present.map(client, here.method.clients)
 
-    return Parts(init, draw, train, score, losses, traced, where, lengths, mesh)
+    def benign(scores: dict[str, Array], ids: Array) -> dict[str, Array]:
+        """Returns the scores of clients that are not malicious, NaN for those that
+        are, if there are any."""
+        if task.malicious is None:
+            return {}
+        known = jnp.minimum(ids, task.num_clients - 1)
+        bad = jnp.asarray(task.malicious)[known]
+        return {BENIGN + name: jnp.where(bad, jnp.nan, x) for name, x in scores.items()}
+
+    return Parts(init, draw, train, score, losses, runner, traced, where, lengths, mesh)
+
+
+def numbers(program: Program) -> int:
+    """Returns the largest number of scalars and integers that a client receives and
+    sends in the first round, with everybody's data 0."""
+    task = program.task
+    assert task is not None
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), contract.abstract(task))
+    sizes = jnp.asarray(task.sizes, jnp.int32)
+    empty = empty._replace(
+        train=empty.train._replace(size=sizes),
+        class_counts=jnp.asarray(task.class_counts, jnp.int32),
+        frozen=frozen.values(task) or None,
+    )
+
+    def first(key: Array) -> Traffic:
+        state = program.init(key, program.traced)
+        t, evaluated = jnp.int32(0), jnp.bool(False)
+        return program.round(key, program.traced, empty, state, t, evaluated)[1].traffic
+
+    # what does not count is no part of the compiled function
+    found = jax.jit(first)(jax.random.key(0))
+    return int(jnp.max(found.down + found.up + found.ints))
 
 
 def free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:
@@ -426,20 +480,20 @@ def free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:
     return arguments if mesh is None else without_mesh(arguments)
 
 
-def finite(state: State, count: int, lengths: tuple[int, ...]) -> Array:
-    """Returns where the client's row and the server's state are finite, [count]."""
-    server = trees.finite(jax.tree.map(lambda x: x[None], state.server), 1)
+def finite(state: RunState, count: int, lengths: tuple[int, ...]) -> Array:
+    """Returns where the client's rows and the server's state are finite, [count]."""
+    shared = state.method.server, state.uploads.server, state.optimizer
+    server = trees.finite(jax.tree.map(lambda x: x[None], shared), 1)
     if len(lengths) == 1:
-        return trees.finite(state.clients, count) & server
+        return trees.finite(state.rows, count) & server
     cut = [
-        trees.finite(architectures.rows_of(state.clients, g, here), length)
+        trees.finite(architectures.rows_of(state.rows, g, here), length)
         for g, (here, length) in enumerate(zip(slices(lengths), lengths, strict=True))
     ]
     return jnp.concatenate(cut) & server
 
 
-def _sharded(state: State, mesh: Mesh | None) -> State:
+def _sharded(state: RunState, mesh: Mesh | None) -> RunState:
     """Replicates the server's state and shards the clients' rows over the devices."""
-    return State(
-        sharded(state.server, mesh, P()), sharded(state.clients, mesh, P(AXIS))
-    )
+    shared = sharded(state.with_rows(((), ())), mesh, P())
+    return shared.with_rows(sharded(state.rows, mesh, P(AXIS)))

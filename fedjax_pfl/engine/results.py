@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl import evaluation
 from fedjax_pfl.engine.program import Round
 from fedjax_pfl.errors import DivergenceError
-from fedjax_pfl.types import State
+from fedjax_pfl.types import RunState
 
 _NAMED = 10  # most client ids in an error
 
@@ -19,7 +19,7 @@ class Result(NamedTuple):
     until the next result."""
 
     round: int
-    state: State | None  # None where not requested, see `state_every`
+    state: RunState | None  # None where not requested, see `state_every`
     metrics: Round | None  # None in the last result
     # {name: [N]}, scores before the round, if evaluated
     pre: dict[str, np.ndarray] | None
@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
 def result(
     t: int,
-    state: State | None,
+    state: RunState | None,
     metrics: Round | None,
     pre: dict[str, np.ndarray] | None,
     num_clients: int,

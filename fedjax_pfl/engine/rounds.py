@@ -17,7 +17,7 @@ from fedjax_pfl.engine.results import Result, result
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.kernels.platform import platform
-from fedjax_pfl.types import Array, Examples, Federation, State
+from fedjax_pfl.types import Array, Examples, Federation, RunState
 
 TOGETHER = 16  # most rounds that one call runs
 SECONDS = 0.1  # and about how long they take, since no result arrives meanwhile
@@ -26,10 +26,10 @@ SECONDS = 0.1  # and about how long they take, since no result arrives meanwhile
 class Compiled(NamedTuple):
     """The functions of `rounds`, compiled ahead of time."""
 
-    init: Callable[..., State]  # (key, traced, placement)
-    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, State, t)
-    # (key, traced, federation, State, t, evaluated, count): metrics [count, ...]
-    step: Callable[..., tuple[State, Round]]
+    init: Callable[..., RunState]  # (key, traced, placement)
+    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, RunState, t)
+    # (key, traced, federation, RunState, t, evaluated, count): metrics [count, ...]
+    step: Callable[..., tuple[RunState, Round]]
     memory: Memory  # of the larger of evaluation and step
     together: bool = False  # True if a step may be several rounds
     # layouts of the examples that the functions read without a copy; None: the default
@@ -123,7 +123,7 @@ def rounds(
     rounds: int,
     eval_every: int = 1,
     start: int = 0,
-    state: State | None = None,
+    state: RunState | None = None,
     state_every: int = 1,
     functions: Compiled | None = None,
     until: Callable[[], bool] | None = None,
@@ -187,7 +187,7 @@ def rounds_at_once(
     rounds: int,
     eval_every: int = 1,
     start: int = 0,
-    state: State | None = None,
+    state: RunState | None = None,
     state_every: int = 1,
     until: Callable[[], bool] | None = None,
 ) -> Iterator[list[Result | DivergenceError]]:
@@ -239,10 +239,10 @@ def _steps(
     rounds: int,
     eval_every: int,
     start: int,
-    state: State | None,
+    state: RunState | None,
     state_every: int,
     until: Callable[[], bool] | None,
-) -> Iterator[tuple[int, State | None, Round | None, dict[str, np.ndarray] | None]]:
+) -> Iterator[tuple[int, RunState | None, Round | None, dict[str, np.ndarray] | None]]:
     """Yields the fields of each Result, with padding and without a check that they are
     finite."""
     most = program.most_rounds
@@ -282,18 +282,18 @@ def _free(t: int, rounds: int, eval_every: int, state_every: int) -> int:
 
 
 def _single(
-    step: Callable[..., tuple[State, Round]],
-) -> Callable[..., tuple[State, Round]]:
+    step: Callable[..., tuple[RunState, Round]],
+) -> Callable[..., tuple[RunState, Round]]:
     """Returns a round with the arguments and results of `_several`."""
 
-    def run(*args: Any) -> tuple[State, Round]:
+    def run(*args: Any) -> tuple[RunState, Round]:
         state, metrics = step(*args[:-1])
         return state, jax.tree.map(lambda x: x[None], metrics)
 
     return run
 
 
-def _several(program: Program) -> Callable[..., tuple[State, Round]]:
+def _several(program: Program) -> Callable[..., tuple[RunState, Round]]:
     """Returns a function of rounds t to t + count - 1; `evaluated` is for the first,
     the metrics are [TOGETHER, ...].
 
@@ -305,12 +305,12 @@ def _several(program: Program) -> Callable[..., tuple[State, Round]]:
         key: Array,
         traced: Traced,
         federation: Federation,
-        state: State,
+        state: RunState,
         t: Array,
         evaluated: Array,
         count: Array,
-    ) -> tuple[State, Round]:
-        def one(i: Array, carry: tuple[State, Round]) -> tuple[State, Round]:
+    ) -> tuple[RunState, Round]:
+        def one(i: Array, carry: tuple[RunState, Round]) -> tuple[RunState, Round]:
             state, metrics = carry
             state, found = step(
                 key, traced, federation, state, t + i, evaluated & (i == 0)

@@ -7,18 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import trees, uploads
+from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Cohort,
-    History,
-    Metrics,
-    PyTree,
-    State,
-    Task,
-)
+from fedjax_pfl.types import Array, History, Task
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
 
@@ -30,19 +21,18 @@ def shares(task: Task) -> tuple[float, float]:
     return low, high
 
 
-class Remembered(NamedTuple):
-    """State.server of a method whose `Task.sampling` reads what clients did before."""
+class Record(NamedTuple):
+    """The clients' rounds so far, as of `types.History`."""
 
-    method: PyTree  # the method's own
-    participations: Array  # [N], as of `types.History`, like the others
-    last_round: Array
-    last_loss: Array
+    participations: Array  # [N] int32
+    last_round: Array  # [N] int32
+    last_loss: Array  # [N] float32
 
 
-def first(n: int, server: PyTree = None) -> Remembered:
+def first(n: int) -> Record:
     """Returns the record before the first round."""
     never = jnp.full(n, -1, jnp.int32)
-    return Remembered(server, jnp.zeros(n, jnp.int32), never, jnp.zeros(n))
+    return Record(jnp.zeros(n, jnp.int32), never, jnp.zeros(n, jnp.float32))
 
 
 def reads_record(task: Task) -> bool:
@@ -51,9 +41,9 @@ def reads_record(task: Task) -> bool:
     if own is None:
         return False
 
-    def weights(key: Array, t: Array, record: Remembered) -> Array:
+    def weights(key: Array, t: Array, record: Record) -> Array:
         none = lambda ids: jnp.zeros(ids.shape)
-        return jnp.asarray(own(key, t, History(jnp.int32(1), none, *record[1:])))
+        return jnp.asarray(own(key, t, History(jnp.int32(1), none, *record)))
 
     given = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
     jaxpr = jax.make_jaxpr(weights)(*given, jax.eval_shape(lambda: first(n))).jaxpr
@@ -62,24 +52,16 @@ def reads_record(task: Task) -> bool:
     return any(id(x) in record for x in read)
 
 
-def remembered(method: Algorithm, n: int) -> Algorithm:
-    """Returns the method with a record of its N clients' rounds in State.server."""
-
-    def init(key: Array) -> State:
-        server, clients = method.init(key)
-        return State(first(n, server), clients)
-
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        server, count, *old = state.server
-        inner = State(server, state.clients)
-        new, metrics = method.round(key, inner, cohort)
-        ids, active = cohort.ids, cohort.active
-        now = jnp.full(len(ids), cohort.round, jnp.int32), metrics.loss
-        rows = (count[jnp.minimum(ids, n - 1)] + 1, *now)
-        record = trees.scatter((count, *old), ids, rows, active)
-        return State(Remembered(new.server, *record), new.clients), metrics
-
-    return uploads.over(method, init=init, round=round)
+def recorded(
+    record: Record, ids: Array, active: Array, round: Array, loss: Array
+) -> Record:
+    """Returns the record after a round of the clients `ids` [S] with mean training
+    losses [S]."""
+    n = len(record.participations)
+    count = record.participations[jnp.minimum(ids, n - 1)] + 1
+    rows = Record(count, jnp.full(len(ids), round, jnp.int32), loss)
+    new: Record = trees.scatter(record, ids, rows, active)
+    return new
 
 
 def _no_loss(ids: Array) -> Array:
@@ -94,7 +76,7 @@ def sample(
     task: Task,
     round: Array | int = 0,
     loss: Callable[[Array], Array] = _no_loss,
-    server: PyTree = None,
+    record: Record | None = None,
 ) -> tuple[Array, Array]:
     """Draws a round's clients: ids [S] distinct, active [S].
 
@@ -104,15 +86,14 @@ def sample(
 
     Args:
       loss: as of `types.History`.
-      server: State.server, which may have the record of `types.History`.
+      record: of earlier rounds; None: there were none.
     """
     n, (least, most) = task.num_clients, task.cohort_sizes
     key_ids, key_number = jax.random.split(key)
     number = jax.random.randint(key_number, (), least, most + 1, jnp.int32)
     if task.sampling is not None:
         stream = jax.random.fold_in(key_ids, 1)
-        record = server if isinstance(server, Remembered) else first(n)
-        history = History(number, loss, *record[1:])
+        history = History(number, loss, *(first(n) if record is None else record))
         weights = jnp.asarray(task.sampling(stream, jnp.asarray(round), history))
         if weights.shape != (n,):
             raise InputError(

@@ -9,17 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.engine import contract, validate
-from fedjax_pfl.engine.program import program
+from fedjax_pfl.engine.program import from_parts, parts, set_up
 from fedjax_pfl.engine.sampling import shares
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
-from fedjax_pfl.types import Algorithm, Array, Federation, PyTree, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Federation,
+    Method,
+    PyTree,
+    RunState,
+    State,
+    Task,
+)
 
 Scored = dict[str, dict[str, Array]]  # {"unseen" or "unseen_post": {score: [U]}}
 
 
 def scorer(
-    factory: Callable[..., Algorithm] | str,
+    factory: Callable[..., Algorithm | Method] | str,
     trained: Task,
     unseen: Task,
     hparams: dict[str, Any] | None = None,
@@ -52,38 +61,35 @@ def scorer(
         )
 
     @functools.wraps(factory)
-    def method(task: Task, **hparams: Any) -> Algorithm:
+    def method(task: Task, **hparams: Any) -> Algorithm | Method:
         # a method may make a schedule of the participation of those who train
         return factory(task._replace(participation=shares(trained)), **hparams)
 
     method.__name__ = method_name(factory)  # of a functools.partial, too
-    on = program(
-        method,
-        unseen._replace(participation=(1.0, 1.0)),
-        hparams,
-        lr_decay=lr_decay,
-        width=width,
-        transform=lambda key, upload, default, client: default,
-        checked=False,
-    )
+    everybody = unseen._replace(participation=(1.0, 1.0))
+    setting = set_up(method, everybody, hparams, lr_decay)
+    on = from_parts(parts(setting, width=width, held=True), setting, devices=1)
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
         validate.number_of_clients(unseen, federation)
-        wanted = jax.eval_shape(on.init, key, on.traced).server
+        wanted = jax.eval_shape(on.init, key, on.traced).method.server
         contract.check_like("The server must be that of this method", wanted, server)
         traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
 
+        def after(rows: PyTree) -> RunState:
+            return RunState(State(server, rows))
+
         def one(rows: PyTree, i: Array) -> tuple[PyTree, dict[str, Array]]:
             state, known = on.round(
-                key, traced, federation, State(server, rows), t + i, i == rounds - 1
+                key, traced, federation, after(rows), t + i, i == rounds - 1
             )
             here = jnp.argsort(known.ids)[: unseen.num_clients]
-            return state.clients, {name: x[here] for name, x in known.post.items()}
+            found = {name: x[here] for name, x in known.post.items()}
+            return state.method.clients, found
 
-        rows, post = jax.lax.scan(one, on.init(key, traced).clients, jnp.arange(rounds))
-        found = on.evaluate(
-            key, traced, federation, State(server, rows), t + rounds - 1
-        )
+        start = on.init(key, traced).method.clients
+        rows, post = jax.lax.scan(one, start, jnp.arange(rounds))
+        found = on.evaluate(key, traced, federation, after(rows), t + rounds - 1)
         last = {name: x[-1] for name, x in post.items()}
         return {"unseen": found, "unseen_post": last}
 
@@ -91,7 +97,9 @@ def scorer(
 
 
 def obstacle(
-    factory: Callable[..., Algorithm], task: Task, hparams: dict[str, Any] | None = None
+    factory: Callable[..., Algorithm | Method],
+    task: Task,
+    hparams: dict[str, Any] | None = None,
 ) -> str:
     """Returns why held-out clients cannot be personalised with the trained server;
     empty if they can."""
@@ -110,4 +118,6 @@ def among(task: Task, ids: np.ndarray) -> Task:
     """Returns the task of some of its clients."""
     fields = ("architecture", "sizes", "class_counts")
     of: dict[str, Any] = {name: np.asarray(getattr(task, name))[ids] for name in fields}
+    if task.malicious is not None:
+        of["malicious"] = np.asarray(task.malicious)[ids]
     return task._replace(**of)

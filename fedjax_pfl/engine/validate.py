@@ -14,7 +14,7 @@ from fedjax_pfl.engine import contract
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
 from fedjax_pfl.evaluation import METRICS, PERPLEXITY
 from fedjax_pfl.models.nnx_model import BN_STATS
-from fedjax_pfl.types import Algorithm, Federation, Model, Task
+from fedjax_pfl.types import Algorithm, Federation, Method, Model, Task
 
 LARGEST = 2**31 - 1  # steps and examples are counted in int32
 _ONE_SOURCE = "make both from one data set and one partition"
@@ -140,7 +140,9 @@ def class_counts(given: Any, num_classes: int) -> np.ndarray:
     return counts
 
 
-def method(factory: Callable[..., Algorithm] | str) -> Callable[..., Algorithm]:
+def method(
+    factory: Callable[..., Algorithm | Method] | str,
+) -> Callable[..., Algorithm | Method]:
     """Returns the factory of a method given by itself or by its name (see
     `algorithms.find`)."""
     if isinstance(factory, str):

@@ -12,11 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedjax_pfl.attention import grad_cam
+from fedjax_pfl.engine.program import BENIGN
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.export import of_client
 from fedjax_pfl.experiment.results import Run
-from fedjax_pfl.privacy import attacks
 from fedjax_pfl.types import Array, Predictor, PyTree
 
 IMAGES = 8  # drawn of a client
@@ -71,7 +71,7 @@ def _names(run: Run) -> list[str]:
     global_acc."""
     columns = [x for x in run.metrics if x.startswith("pre/") and x.endswith(_ACC)]
     names = [x.removeprefix("pre/").removesuffix(_ACC) for x in columns]
-    return [x for x in names if not x.startswith(attacks.BENIGN)]
+    return [x for x in names if not x.startswith(BENIGN)]
 
 
 def figure(found: dict[str, np.ndarray]) -> Figure:

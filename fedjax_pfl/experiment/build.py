@@ -18,9 +18,7 @@ from chex import Numeric
 
 from fedjax_pfl import (
     clock,
-    compression,
     local_training,
-    server_optimizer,
     simulate,
     trees,
     user_code,
@@ -41,7 +39,6 @@ from fedjax_pfl.engine import (
     asynchronous,
     batch,
     distributed,
-    exposure,
     host_state,
     placement,
     program as engine,
@@ -52,14 +49,21 @@ from fedjax_pfl.engine.method import headline
 from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.experiment import config as settings, groups, task_options, text
+from fedjax_pfl.experiment import (
+    config as settings,
+    groups,
+    task_options,
+    text,
+    upload_options,
+)
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
-from fedjax_pfl.privacy import attacks, differential_privacy, robust
-from fedjax_pfl.types import Algorithm, Array, Federation, Model, PyTree, State, Task
+from fedjax_pfl.types import Array, Federation, Model, PyTree, RunState, Task
+from fedjax_pfl.uploads.attacks import chosen
+from fedjax_pfl.uploads.privacy import per_example
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
 
@@ -131,19 +135,21 @@ class Experiment:
         config = self.config.replace(client_memory="device")
         return make_program(config, self.task, self.schedule)
 
-    def state_shapes(self) -> State:
+    def state_shapes(self) -> RunState:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
         program = self.on_one_device()
         traced = {name: jnp.float32(value) for name, value in program.traced.items()}
         return jax.eval_shape(lambda: program.unplace(program.init(self.key, traced)))
 
-    def fetch(self, state: State | None) -> State:
+    def fetch(self, state: RunState | None) -> RunState:
         """Returns the state of a result on every host, rows by client id."""
         if self.member is not None:
             state = trees.gather(state, self.member)
         return self.program.unplace(distributed.fetch(state))
 
-    def predictor(self, state: State, t: int, client: int) -> Callable[[Any], PyTree]:
+    def predictor(
+        self, state: RunState, t: int, client: int
+    ) -> Callable[[Any], PyTree]:
         """Returns one client's model after `t` rounds, raw inputs [B, ...] -> outputs.
 
         Args:
@@ -182,6 +188,10 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     names, of = architectures(config.model.name, len(everybody.train))
     warn_of_data(config.data, data.unmarked, names)
     trained, others = draw_unseen(config.unseen, of, config.seed)
+    if upload_options.flips_labels(config.uploads):
+        share, _ = upload_options.malicious(config.uploads)
+        bad = trained[chosen(len(trained), share)]
+        dataset = shifts.flipped(dataset, everybody, bad)
     if dataset.words is not None:
         folders = pretrained.folders(config.model.name)
         dataset = with_vocabulary(dataset, select(everybody, trained), folders)
@@ -194,7 +204,10 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         given = everyone, dataset, public
         everyone, dataset, public = features.cached(*given, dtype=config.feature_cache)
     partition = select(everybody, trained)
-    task, schedule = for_server(config, unseen.among(everyone, trained), trained)
+    task = upload_options.with_malicious(
+        config.uploads, unseen.among(everyone, trained)
+    )
+    task, schedule = for_server(config, task, trained)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
     config = lay_out(config, task)
@@ -295,9 +308,7 @@ def timetable(
     """Returns the schedule of an asynchronous run."""
     sent, times = 0, None
     if speeds.megabits is not None:
-        factory, hparams = method(config)
-        found = exposure.exposed(engine.parts, factory, task, hparams)
-        sent = 4 * found.numbers
+        sent = 4 * engine.numbers(make_program(config, task))
     if any(x is not None for x in speeds):
         _, examples = local_training.planned(task, task.sizes)
         times = clock.seconds(speeds, examples, sent)
@@ -396,10 +407,9 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
         shared = network(config.model, dataset, config.shared_model)
-    per_example = None
+    rule = None
     if config.dp == "example":
-        noise = config.dp_noise or 0.0
-        per_example = differential_privacy.per_example(config.dp_clip, noise)
+        rule = per_example(config.dp_clip, config.dp_noise or 0.0)
     counts = class_counts(partition, dataset)
     return simulate.task(
         dataset,
@@ -411,7 +421,7 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
         participation=config.server.participants,
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
-        per_example=per_example,
+        per_example=rule,
         metrics=tuple(x for x in config.metrics.split(",") if x != "acc"),
         **local_work(config.local, config.rounds, counts),
     )
@@ -439,41 +449,9 @@ def local_work(local: groups.Local, rounds: int, counts: np.ndarray) -> dict[str
     }
 
 
-def method(config: Config) -> tuple[Callable[..., Algorithm], dict[str, Any]]:
-    """Returns the method's factory, under all options of a run, and hyperparameters."""
-    factory, hparams = find(config.algo), dict(config.hparams)
-    share, attack, scale = settings.attack(config)
-    if config.server_optimizer is not None:
-        factory = _optimized(factory, config.server_optimizer)
-        hparams[server_optimizer.RATE] = config.server_lr
-    if share:
-        factory = _malicious(factory, share, attack)
-        hparams["attack_scale"] = scale
-    if (found := settings.compression(config)) is not None:
-        factory = _compressed(factory, *found)
-    if config.aggregate != "mean":
-        factory = _robust(factory, config.aggregate)
-        hparams["malicious_share"] = share or robust.ASSUMED
-    if config.dp in ("client", "adaptive"):
-        factory = _private(factory, config.dp == "adaptive")
-        hparams |= {"dp_noise": config.dp_noise, "dp_clip": config.dp_clip}
-    return factory, hparams
-
-
-@functools.cache  # the same function for runs that are one program
-def _optimized(
-    factory: Callable[..., Algorithm], name: str
-) -> Callable[..., Algorithm]:
-    return server_optimizer.optimized(factory, optimizer(name))
-
-
-# the same clients with every seed, as seeds share a program
-_malicious = functools.cache(attacks.malicious)
-_robust = functools.cache(robust.robust)
-_compressed = functools.cache(compression.compressed)
-_private = functools.cache(
-    lambda factory, adaptive: differential_privacy.private(factory, adaptive=adaptive)
-)
+def method(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns the method's factory and its hyperparameters."""
+    return find(config.algo), dict(config.hparams)
 
 
 def make_program(
@@ -486,6 +464,7 @@ def make_program(
     """Returns the program of a task, on one device unless it is `laid_out`."""
     factory, hparams = method(config)
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
+    options |= upload_options.options(config.uploads, config.server, task)
     if laid_out:
         options |= {"width": int(config.width), "devices": int(config.devices)}
     rule = rule_of(config.server)
@@ -501,7 +480,9 @@ def with_validation(
     """Returns the program that also scores validation examples, if there are any."""
     inner = program.evaluate
 
-    def evaluate(key: Array, traced: Any, f: Federation, state: State, t: Array) -> Any:
+    def evaluate(
+        key: Array, traced: Any, f: Federation, state: RunState, t: Array
+    ) -> Any:
         held_out = inner(key, traced, f._replace(test=f.val), state, t)
         found = inner(key, traced, f, state, t)
         return found | {VAL + name: values for name, values in held_out.items()}
@@ -689,7 +670,7 @@ def base_variables(path: str) -> PyTree:
     """
     from fedjax_pfl.experiment import results  # made of experiments
 
-    server = server_optimizer.plain(results.load(path).state().server)
+    server = results.load(path).state().method.server
     if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
         raise InputError(f"--base={path} has no model that its clients shared.")
     parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
@@ -727,6 +708,8 @@ def check_growth(e: Experiment, before: int) -> None:
     asynchronous run needs more versions of the server than before."""
     if e.config.rounds == before:
         return
+    if e.config.dp_epsilon is not None:
+        raise InputError(f"--dp_epsilon is that of --rounds={before}.")
     texts = set()
     plain = dataclasses.replace(e, schedule=None)
     for rounds in (before, e.config.rounds):
@@ -756,6 +739,9 @@ def digests(e: Experiment) -> dict[str, str]:
     data = e.unmarked if c.feature_cache else e.dataset
     base = jax.tree.leaves(base_variables(c.base)) if c.base else []
     weights = " ".join(map(pretrained.digest, pretrained.folders(c.model.name)))
+    noise = None
+    if c.dp_epsilon is not None:
+        noise = upload_options.noise_of(c.uploads, c.rounds, e.task)
     return {
         "data": _digest(data.x, data.y),
         "public": _digest(*public),
@@ -764,6 +750,7 @@ def digests(e: Experiment) -> dict[str, str]:
         "code": user_code.digest(code) or "",
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
+        **({"noise of --dp_epsilon": str(noise)} if noise is not None else {}),
     }
 
 

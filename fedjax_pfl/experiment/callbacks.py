@@ -27,7 +27,6 @@ import rich.console
 import rich.progress
 from flax.training import early_stopping
 
-from fedjax_pfl import server_optimizer
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
@@ -68,7 +67,7 @@ class UnseenClients(Callback):
         e = self.experiment
         if e.unseen is not None and result.metrics is None:
             score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
-            server = server_optimizer.plain(e.fetch(result.state).server)
+            server = e.fetch(result.state).method.server
             given = (e.key, e.unseen.federation, server, np.int32(result.round))
             self.scores = jax.device_get(score(*given))
 

@@ -6,7 +6,6 @@ the presets, which all are flat.
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +15,12 @@ from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.algorithms.registry import unread
-from fedjax_pfl.compression import RULES as COMPRESSIONS
-from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import groups, text
 from fedjax_pfl.experiment.groups import BY_FILE, setting
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
-from fedjax_pfl.hyperparameters import from_text, parse, typed
+from fedjax_pfl.hyperparameters import from_text, typed
 from fedjax_pfl.models import pretrained
-from fedjax_pfl.privacy import differential_privacy
-from fedjax_pfl.privacy.attacks import ATTACKS
 
 COMMON = (  # flags that `--help` shows first
     *("algo", "preset", "dataset", "partition", "alpha"),
@@ -223,11 +219,9 @@ def complete(config: Config) -> Config:
         _check_asynchronous(config)
     if config.patience and config.val_fraction == 0:
         raise InputError("--patience needs --val_fraction.")
-    attack(config)
-    compression(config)
     if config.base is not None and pretrained.is_folder(config.base):
         config = config.replace(model=pretrained.PREFIX + config.base, base=None)
-    return _with_noise(config)
+    return config
 
 
 def check_given(config: Config, given: Mapping[str, Any]) -> None:
@@ -237,8 +231,6 @@ def check_given(config: Config, given: Mapping[str, Any]) -> None:
         removes = flag == "public" and groups.public(config.public)[0] == config.dataset
         if flag in unread(config.algo) and not removes:
             raise InputError(f"--{flag} has no effect with --algo={config.algo}.")
-    if None not in (given.get("dp_noise"), given.get("dp_epsilon")):
-        raise InputError("Specify one of --dp_noise and --dp_epsilon.")
 
 
 def check_needs(config: Config, flag: str) -> None:
@@ -262,7 +254,6 @@ def _check_asynchronous(config: Config) -> None:
     known = {
         "--sampling": config.sampling != "uniform",
         "--aggregate": config.aggregate != "mean",
-        "--server_optimizer": config.server_optimizer is not None,
         "--dp": config.dp is not None,
         "--client_memory=host": config.client_memory == "host",
     }
@@ -282,49 +273,6 @@ def read(path: Path) -> Config:
         return Config(**known)
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-
-
-def attack(config: Config) -> tuple[float, str, float]:
-    """Returns fraction, attack and scale of `0.2:sign_flip` or `0.2:scale:10`.
-
-    Without malicious clients the fraction is 0.
-    """
-    fraction, _, rest = (config.malicious or f"0:{ATTACKS[0]}").partition(":")
-    name, _, scale = rest.partition(":")
-    share = parse(float, "malicious", fraction)
-    check("malicious", share, 0, 1, open_high=True)
-    found = text.choose("attack", name, ATTACKS)
-    return share, found, parse(float, "malicious", scale or "1")
-
-
-def compression(config: Config) -> tuple[str, float] | None:
-    """Returns rule and amount of `top_k:0.01`."""
-    if config.compress is None:
-        return None
-    name, _, amount = config.compress.partition(":")
-    rule = text.choose("compression", name, COMPRESSIONS)
-    return rule, parse(float, "compress", amount)
-
-
-def accounted(config: Config) -> dict[str, Any]:
-    """Returns the arguments of `differential_privacy.epsilon` for clients."""
-    if config.clients is None:
-        raise InputError("--dp_epsilon needs --clients; specify --dp_noise.")
-    n = config.clients - math.floor(config.unseen * config.clients + 0.5)
-    most = max(1, math.floor(config.server.participants[1] * n + 1e-9))
-    return {"clients": n, "cohort": most, "sampling": config.dp_sampling}
-
-
-def _with_noise(config: Config) -> Config:
-    """Returns the settings with the noise that --dp_epsilon needs."""
-    if config.dp is None or config.dp_noise is not None:
-        return config
-    if config.dp_epsilon is None or config.dp == "example":
-        raise InputError(f"--dp={config.dp} needs --dp_noise.")
-    noise = differential_privacy.noise_for(
-        config.dp_epsilon, config.rounds, **accounted(config)
-    )
-    return config.replace(dp_noise=noise)
 
 
 def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:

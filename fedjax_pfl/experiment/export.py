@@ -24,7 +24,7 @@ from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.build import Experiment, method
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS
-from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, State, Task
+from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, RunState, Task
 
 FLAGS = {
     "client": cli.Flag(int, "index of the client, from 0"),
@@ -46,7 +46,7 @@ CALL = """
 logits, _ = network.apply(variables, x)  # prepared inputs [B, ...]"""
 
 
-def exported(e: Experiment, state: State, t: int, client: int) -> Any:
+def exported(e: Experiment, state: RunState, t: int, client: int) -> Any:
     """Returns variables of a network, or {"server", "client"} of several networks.
 
     Args:
@@ -68,7 +68,7 @@ def exported(e: Experiment, state: State, t: int, client: int) -> Any:
 
 def of_client(
     e: Experiment,
-    state: State,
+    state: RunState,
     t: int,
     client: int,
     x: Any,

@@ -17,10 +17,10 @@ from fedjax_pfl.data.loading import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS, rules_of
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.evaluation import METRICS, PERPLEXITY
-from fedjax_pfl.experiment import task_options as options, text
+from fedjax_pfl.experiment import task_options as options, text, upload_options
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.options import Options
-from fedjax_pfl.privacy.attacks import ATTACKS
+from fedjax_pfl.uploads.server import SERVERS
 
 MOST = 2**31 - 1  # rounds and steps are counted in int32
 Count = Annotated[int, Interval(ge=1, le=MOST)]
@@ -271,7 +271,8 @@ class Server(Group):
     ] = setting("mean", "rule that the server averages uploads by")
     server_optimizer: str | None = setting(
         None,
-        "FedOpt: optax optimizer that takes the averaged update as a gradient",
+        "FedOpt: optimizer that takes the averaged update as a gradient, one of "
+        f"{', '.join(SERVERS)}, or of optax",
         needs="server_lr",
     )
     server_lr: Annotated[float, Gt(0)] | None = setting(
@@ -314,7 +315,8 @@ class Server(Group):
         for name in ("speeds", "bandwidths"):
             if (spec := getattr(self, name)) is not None:
                 clock.read(spec, name)
-        text.choose("server_optimizer", self.server_optimizer or "sgd", OPTIMIZERS)
+        servers = (*SERVERS, *OPTIMIZERS)
+        text.choose("server_optimizer", self.server_optimizer or "sgd", servers)
         if self.asynchronous is not None and low != high:
             raise InputError("--asynchronous excludes a range of --participation.")
 
@@ -331,12 +333,12 @@ class Uploads(Group):
     """Uploads."""
 
     compress: str | None = setting(
-        None, "compression of uploads: top_k:FRACTION, qsgd:LEVELS or low_rank:RANK"
+        None, "compression of uploads", options=upload_options.COMPRESSIONS
     )
     malicious: str | None = setting(
         None,
         f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
-        f"FRACTION:ATTACK:SCALE, one of {', '.join(ATTACKS)}",
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(upload_options.ATTACKS)}",
     )
     dp: Literal["client", "adaptive", "example"] | None = setting(
         None,
@@ -348,12 +350,27 @@ class Uploads(Group):
         needs="dp",
     )
     dp_epsilon: Annotated[float, Gt(0)] | None = setting(
-        None, "epsilon after all rounds, which sets --dp_noise", needs="dp"
+        None, "epsilon after all rounds, in place of --dp_noise", needs="dp"
+    )
+    dp_delta: Annotated[float, Interval(gt=0, lt=1)] | None = setting(
+        None,
+        "delta of --dp (default: n^-1.1 of n clients, or n examples of a client)",
+        needs="dp",
     )
     dp_clip: Annotated[float, Gt(0)] = setting(1.0, "clipping norm of --dp", needs="dp")
     dp_sampling: Literal["fixed", "poisson"] = setting(
         "fixed", "sampling of clients that the accountant of --dp assumes", needs="dp"
     )
+
+    def check(self) -> None:
+        """Raises InputError for settings that do not fit each other."""
+        upload_options.malicious(self)
+        if self.dp is None:
+            return
+        if (self.dp_noise is None) == (self.dp_epsilon is None):
+            raise InputError("--dp needs one of --dp_noise and --dp_epsilon.")
+        if self.dp == "example" and self.dp_epsilon is not None:
+            raise InputError("--dp=example needs --dp_noise in place of --dp_epsilon.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import of_round, statistics
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.privacy import differential_privacy
+from fedjax_pfl.uploads import privacy
+from fedjax_pfl.uploads.privacy import Guarantee
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.build import Experiment
@@ -185,7 +186,7 @@ def row(
         by[name] = (x, e.unseen.partition if e.unseen else e.partition)
     if m is not None:
         if e.config.dp is not None:
-            found["epsilon"] = epsilon(e, result.round + 1)
+            found["epsilon"] = guarantee(e, result.round + 1).epsilon
         if e.schedule is not None:
             found[CLOCK] = _duration(e.schedule.seconds, result.round)
         for name, x in zip(("steps", "examples"), e.planned, strict=True):
@@ -209,15 +210,10 @@ def _duration(ends: np.ndarray, number: int) -> float:
     return float(ends[number] - (ends[number - 1] if number else 0))
 
 
-def epsilon(e: "Experiment", rounds: int) -> float:
-    """Returns the epsilon of an experiment with --dp after some rounds."""
-    noise = e.config.dp_noise or 0.0
-    if e.config.dp == "example":
-        return differential_privacy.example_epsilon(e.task, rounds, noise=noise)
-    n, most = e.task.num_clients, max(e.task.cohort_sizes)
-    return differential_privacy.epsilon(
-        rounds, noise=noise, clients=n, cohort=most, sampling=e.config.dp_sampling
-    )
+def guarantee(e: "Experiment", rounds: int) -> Guarantee:
+    """Returns the guarantee of an experiment with --dp after some rounds."""
+    given = {"delta": e.config.dp_delta, "sampling": e.config.dp_sampling}
+    return privacy.guarantee(e.program, rounds, **given)
 
 
 def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:

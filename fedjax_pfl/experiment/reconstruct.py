@@ -24,11 +24,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.experiment import cli, results
+from fedjax_pfl.experiment import cli, results, upload_options
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.privacy import reconstruction
-from fedjax_pfl.types import PyTree, State
+from fedjax_pfl.types import PyTree, RunState
 
 FLAGS = {
     "images": cli.Flag(int, "images of a client, in one batch", 8),
@@ -47,7 +47,7 @@ LABELS = ("known", "inferred", "drawn")
 PRIVATE = ("drawn", "known")
 
 
-def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any]:
+def attack(e: Experiment, state: RunState, t: int, **options: Any) -> dict[str, Any]:
     """Attacks clients of an experiment.
 
     Args:
@@ -85,21 +85,27 @@ def attack(e: Experiment, state: State, t: int, **options: Any) -> dict[str, Any
 
 
 def _attacked(
-    e: Experiment, state: State, t: int, given: dict[str, Any]
+    e: Experiment, state: RunState, t: int, given: dict[str, Any]
 ) -> Callable[..., reconstruction.Reconstruction]:
     """Returns the attack on (client, x, y), compiled."""
     factory, hparams = method(e.config)
+    options = upload_options.options(e.config.uploads, e.config.server, e.task)
     task = e.task._replace(batch_size=given["images"], epochs=1, steps=None)
     send = reconstruction.sender(
-        factory, task, hparams, t=t, lr_decay=e.config.lr_decay
+        factory,
+        task,
+        hparams,
+        t=t,
+        lr_decay=e.config.lr_decay,
+        uploads=options["uploads"],
     )
     low, high = _bounds(e)
     guess = factory(task, **hparams).init(jax.random.key(e.config.seed + 1))
 
     def run(client: jax.Array, x: jax.Array, y: jax.Array) -> Any:
         key = jax.random.fold_in(e.key, client)
-        own = jax.tree.map(lambda row: row[client][None], state.clients)
-        sent = send(key, {}, State(state.server, own), x, y)
+        own = jax.tree.map(lambda row: row[client][None], state.rows)
+        sent = send(key, {}, state.with_rows(own), x, y)
         labels = y if given["labels"] == "known" else None
         if given["labels"] == "inferred":
             scale = e.config.lr * e.config.lr_decay**t
@@ -108,10 +114,10 @@ def _attacked(
             )
         row = own
         if given["private"] == "drawn":
-            row = jax.tree.map(lambda row: row[:1], guess.clients)
+            row = jax.tree.map(lambda row: row[:1], guess.clients), own[1]
 
         def simulated(x: jax.Array, y: jax.Array) -> PyTree:
-            return send(jax.random.key(1), {}, State(state.server, row), x, y)
+            return send(jax.random.key(1), {}, state.with_rows(row), x, y)
 
         return reconstruction.reconstruct(
             jax.random.fold_in(key, 1),

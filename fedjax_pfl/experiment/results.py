@@ -20,14 +20,14 @@ import pandas as pd
 from fedjax_pfl import clock, hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.engine.program import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets, text
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
 from fedjax_pfl.experiment.run_directory import RunDirectory
-from fedjax_pfl.privacy import attacks
-from fedjax_pfl.types import State
+from fedjax_pfl.types import RunState
 
 # settings of the data, in which all runs of a comparison are expected to agree
 DATA = (
@@ -88,14 +88,14 @@ class Run:
         return build(config.replace(devices="1", client_memory="device"))
 
     @functools.cached_property
-    def checkpoint(self) -> tuple[int, State]:
+    def checkpoint(self) -> tuple[int, RunState]:
         """The rounds before the last checkpoint, and the state after them."""
         rounds, state = RunDirectory(self.path).restore(self.experiment)
         if state is None:
             raise InputError(f"{self.path} has no checkpoint yet.")
         return rounds, state
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         """Returns the state at the last checkpoint."""
         return self.checkpoint[1]
 
@@ -308,7 +308,7 @@ def final(runs: Sequence[Run], table: pd.DataFrame | None = None) -> pd.DataFram
 def benign(table: pd.DataFrame, score: str) -> pd.DataFrame:
     """Returns rows with a score of benign clients in place of that of all clients, for
     runs with malicious ones."""
-    own = attacks.BENIGN + score
+    own = BENIGN + score
     attacked = table["run"].isin(table.loc[table["score"] == own, "run"])
     kept = table[~attacked | (table["score"] != score)]
     return kept.assign(score=kept["score"].replace(own, score))
@@ -422,7 +422,7 @@ def comparison(
     """
     (name, better), known = runs[0].headline, {str(run.path): run for run in runs}
     unit = metrics.label(name)
-    if (rows["score"] == attacks.BENIGN + name).any():
+    if (rows["score"] == BENIGN + name).any():
         unit, rows = f"{unit} of benign clients", benign(rows, name)
     floor = rows[rows["score"] == metrics.baseline(name)]
     if floor.groupby(["point", "seed"])["macro"].nunique().max() == 1:

@@ -32,7 +32,7 @@ from fedjax_pfl.experiment import metrics
 from fedjax_pfl.experiment.build import Experiment, check_growth, digests
 from fedjax_pfl.experiment.config import Config, read
 from fedjax_pfl.experiment.metrics import Row
-from fedjax_pfl.types import PyTree, State
+from fedjax_pfl.types import PyTree, RunState
 
 KEEP = 2  # checkpoints
 _ROWS = ("metrics.jsonl", "scores.jsonl")
@@ -114,7 +114,7 @@ class RunDirectory:
         if self._writes and (found or self.path.is_file()):
             raise InputError(f"{self.path} is not an empty directory.")
 
-    def open(self, experiment: Experiment) -> tuple[int, State | None]:
+    def open(self, experiment: Experiment) -> tuple[int, RunState | None]:
         """Begins a run, or goes back to the last checkpoint of the one that is there.
 
         Returns:
@@ -146,7 +146,7 @@ class RunDirectory:
 
     def _reopen(
         self, experiment: Experiment, hashes: Row, now: Row
-    ) -> tuple[int, State | None]:
+    ) -> tuple[int, RunState | None]:
         recorded, before = self.read("partition.json"), self.read("versions.json")
         if other := [name for name, x in hashes.items() if recorded.get(name) != x]:
             raise InputError(f"{self.path} was begun with other {', '.join(other)}.")
@@ -198,7 +198,7 @@ class RunDirectory:
                 with open(self.path / name, "a") as file:
                     file.write(json.dumps(content) + "\n")
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: RunState) -> None:
         """Writes a checkpoint after the rows so far; state as `Experiment.fetch`'s."""
         if not self._writes or step in self._checkpoints.all_steps():
             return
@@ -211,7 +211,7 @@ class RunDirectory:
         except ValueError as error:  # of tensorstore on a full disk
             raise OSError(f"{self.path}: {str(error)[:200]}") from error
 
-    def restore(self, experiment: Experiment) -> tuple[int, State | None]:
+    def restore(self, experiment: Experiment) -> tuple[int, RunState | None]:
         """Returns the step and the state of the last checkpoint, or 0 and None."""
         known = (self.path / "checkpoints").is_dir()
         step = self._checkpoints.latest_step() if known else None

@@ -24,7 +24,7 @@ from fedjax_pfl.experiment import (
 )
 from fedjax_pfl.experiment.build import Experiment, build, num_parameters
 from fedjax_pfl.experiment.run_directory import RunDirectory
-from fedjax_pfl.types import Array, Federation, State
+from fedjax_pfl.types import Array, Federation, RunState
 
 DIVERGED = 3  # exit code
 Callback = Callable[[simulate.Result], Any]
@@ -35,7 +35,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     *,
     start: int = 0,
-    state: State | None = None,
+    state: RunState | None = None,
     functions: simulate.Compiled | None = None,
 ) -> None:
     """Runs the rounds; stops early when a callback returns True.
@@ -67,7 +67,7 @@ def train_at_once(
     callbacks: Sequence[Sequence[Callback]],
     *,
     start: int = 0,
-    states: Sequence[State] = (),
+    states: Sequence[RunState] = (),
     functions: simulate.Compiled | None = None,
 ) -> dict[int, DivergenceError]:
     """Runs several experiments as one compiled program, each with its own callbacks.
@@ -152,7 +152,7 @@ def _arguments(
 
 
 def _options(
-    experiments: Sequence[Experiment], start: int, states: Sequence[State]
+    experiments: Sequence[Experiment], start: int, states: Sequence[RunState]
 ) -> dict[str, Any]:
     """Returns the other arguments of `simulate.rounds`."""
     state = None
@@ -279,7 +279,7 @@ def _execute(
 
 def _opened(
     directories: Sequence[RunDirectory], experiments: Sequence[Experiment]
-) -> tuple[int, list[State]]:
+) -> tuple[int, list[RunState]]:
     """Opens run directories; returns the next round, and states to go on with."""
     pairs = zip(directories, experiments, strict=True)
     opened = [directory.open(experiment) for directory, experiment in pairs]
@@ -330,6 +330,9 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
     part = f" ({n['used']:,} of {n['of']:,} examples)" if n["used"] < n["of"] else ""
     sizes = ", ".join(f"{num_parameters(model):,}" for model in e.task.models)
     preset = f", preset {c.preset}" if c.preset else ""
+    private = ""
+    if c.dp is not None:
+        private = f"\n{metrics.guarantee(e, c.rounds)} after all rounds"
     work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
     return (
         f"{c.algo} on {c.dataset}{part}{preset}: "
@@ -339,6 +342,7 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
         f"{datasets.describe(e.dataset)}\n"
         f"{', '.join(str(directory.path) for directory in directories)}: "
         f"width {c.width} on {c.devices} x {jax.devices()[0].device_kind}"
+        f"{private}"
     )
 
 

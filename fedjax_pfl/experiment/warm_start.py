@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from fedjax_pfl import server_optimizer
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import results
 from fedjax_pfl.experiment.build import Experiment, make_program
-from fedjax_pfl.types import Array, PyTree, State
+from fedjax_pfl.types import Array, PyTree, RunState
 
 
-def start(e: Experiment) -> State:
+def start(e: Experiment) -> RunState:
     """Returns the start of an experiment with the variables of --init_from.
 
     The method's start is made of the model that the run's clients shared. Then every
@@ -26,7 +25,7 @@ def start(e: Experiment) -> State:
     """
     path, taken = str(e.config.init_from), set[str]()
     run = results.load(path)
-    old = State(server_optimizer.plain(run.state().server), run.state().clients)
+    old = run.state().method
     shared = old.server if isinstance(old.server, dict) else {}
 
     def warm(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
@@ -36,10 +35,11 @@ def start(e: Experiment) -> State:
     task = e.task._replace(models=tuple(models))
     program = make_program(e.config.replace(client_memory="device"), task, e.schedule)
     traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-    state = overlaid(program.unplace(program.init(e.key, traced)), old, taken)
+    state = program.unplace(program.init(e.key, traced))
+    state = state._replace(method=overlaid(state.method, old, taken))
     if not taken:
         raise InputError(f"--init_from={path} has no variables of this run's shapes.")
-    new = [x for x in map(_name, _leaves(state)) if x not in taken]
+    new = [x for x in map(_name, _leaves(state.method)) if x not in taken]
     if new and run.config["algo"] == e.config.algo:
         logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
     return state

@@ -10,6 +10,7 @@ Dröge & Moeller, Inverting gradients (NeurIPS 2020, arXiv 2003.14053).
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,21 +19,23 @@ import numpy as np
 import optax
 
 from fedjax_pfl import architectures, keys, local_training, trees
-from fedjax_pfl.engine import validate
+from fedjax_pfl.engine import averaged
 from fedjax_pfl.engine.method import Traced, bound
+from fedjax_pfl.engine.program import set_up
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import (
     Algorithm,
     Array,
     Client,
     Data,
     Examples,
+    Method,
     Own,
     PyTree,
-    State,
+    RunState,
     Task,
 )
+from fedjax_pfl.uploads.chain import Chain, composed
 
 ATTACKS = ("dlg", "idlg", "inverting")
 # (x [B, ...] prepared, y [B]) -> the update that they would send
@@ -48,93 +51,77 @@ class Reconstruction(NamedTuple):
     distances: Array  # [R] of each restart
 
 
-class _Sent(Exception):
-    """Carries an upload out of a method's round."""
-
-    def __init__(self, update: PyTree):
-        super().__init__()
-        self.update = update
-
-
-class _Alone:
-    """A cohort of one client, whose first upload ends the round."""
-
-    def __init__(self, c: Client, rows: PyTree, t: int):
-        self.c, self.round = c, jnp.int32(t)
-        self.ids, self.active = c.id[None], jnp.ones(1, bool)
-        self.sizes = jnp.full(1, c.train.size, jnp.int32)
-        self.trained, self.total = self.sizes > 0, self.sizes[0]
-        self.class_counts = c.class_counts[None]
-        self.evaluated, self.public, self.metrics = jnp.bool(False), None, ()
-        self.uploads: list[Any] = []
-        self.lengths = (1,)
-
-    def _call(
-        self, client: Callable[..., Any], rows: tuple[PyTree, ...], phase: int | None
-    ) -> Any:
-        key: Any = None if phase is None else jax.random.fold_in(self.c.key, phase)
-        return client(self.c._replace(key=key), *(trees.gather(x, 0) for x in rows))
-
-    def map(self, client: Any, *rows: PyTree, phase: int | None = 0) -> PyTree:
-        result = self._call(client, rows, phase)
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
-
-    def mean(self, client: Any, *rows: PyTree, **options: Any) -> Any:
-        first = self._call(client, rows, options.get("phase", 0))[0]
-        upload = first.tree if isinstance(first, Own) else first
-        default = architectures.select(options["default"], self.c.architecture)
-        raise _Sent(jax.tree.map(jnp.subtract, upload, default))
-
-    def scan(self, client: Any, *rows: PyTree, **options: Any) -> Any:
-        raise InputError("it trains its clients one after another.")
-
-    def replicated(self, tree: PyTree) -> PyTree:
-        return tree
-
-
 def sender(
-    factory: Callable[..., Algorithm] | str,
+    factory: Callable[..., Algorithm | Method] | str,
     task: Task,
     hparams: dict[str, Any] | None = None,
     *,
     t: int = 0,
     lr_decay: float = 1.0,
-) -> Callable[[Array, Traced, State, Array, Array], PyTree]:
+    uploads: Chain | None = None,
+) -> Callable[[Array, Traced, RunState, Array, Array], PyTree]:
     """Returns the update that a client sends as a function of its examples.
 
     The function is send(key, traced, state, x, y): a client with the examples x
-    [n, ...], prepared, and y [n], the row State.clients[0] and the key's random draws
-    takes the method's local steps of round t and sends upload - default. It has a
-    derivative in reverse mode by x. All n examples are a client's training examples;
-    batch size and epochs are the task's.
+    [n, ...], prepared, and y [n], the row 0 of the state and the key's random draws
+    takes the method's local steps of round t and sends upload - default, after the
+    options on uploads. It has a derivative in reverse mode by x. All n examples are a
+    client's training examples; batch size and epochs are the task's.
 
     Raises:
-      InputError: the client sends nothing through cohort.mean, or the task counts
-        steps.
+      InputError: the method's round is not one mean over the clients, or the task
+        counts steps.
     """
-    factory, task = validate.method(factory), validate.task(task)
     if task.epochs is None:
         raise InputError("A reconstruction needs a task with `epochs`.")
     task = task._replace(augment=None, participation=(1.0, 1.0))
-    algorithm, _ = bound(factory, task, hparams or {}, lr_decay)
-    name = method_name(factory)
+    setting = set_up(factory, task, hparams, lr_decay, uploads)
+    runner, traced = bound(setting)
 
-    def send(key: Array, traced: Traced, state: State, x: Array, y: Array) -> PyTree:
-        method = algorithm(traced, t)
-        c = _client(task, key, x, y)
-        server_key = keys.fold(key, keys.Round.SERVER)
-        alone: Any = _Alone(c, state.clients, t)
-        try:
-            with local_training.bounded():
-                method.round(server_key, state, alone)
-        except _Sent as sent:
-            return sent.update
-        raise InputError(f"{name}: clients send nothing through cohort.mean.")
+    def send(key: Array, given: Traced, state: RunState, x: Array, y: Array) -> PyTree:
+        run = runner({**traced, **given}, t).averaged
+        if run is None:
+            raise InputError(
+                f"{setting.name} sends no update: its round is not one mean over the "
+                "clients."
+            )
+        run = run._replace(uploads=run.uploads or composed({}))
+        c = _client(task, key, x, y, t)
+        alone: Any = _alone(c)
+        more: tuple[PyTree, ...] = ()
+        if run.method.start is not None:
+            stream = keys.fold(key, keys.Round.SERVER)
+            common, each = run.method.start(stream, state.method.server, alone)
+            more = common, trees.gather(each, 0)
+        with local_training.bounded():
+            rows = trees.gather(state.rows, 0)
+            upload, _ = averaged.work(run, alone, c, state, rows, (), *more)
+        found = upload.tree if isinstance(upload, Own) else upload
+        default = architectures.select(run.method.default(state.method.server), 0)
+        (update, new), (_, old) = map(averaged.divided, (found, default))
+        return trees.merge(update, jax.tree.map(jnp.subtract, new, old))
 
     return send
 
 
-def _client(task: Task, key: Array, x: Array, y: Array) -> Client:
+def _alone(c: Client) -> SimpleNamespace:
+    """Returns a cohort of one client, without `map`, `mean` and `scan`."""
+    size = jnp.full(1, c.train.size, jnp.int32)
+    return SimpleNamespace(
+        ids=c.id[None],
+        active=jnp.ones(1, bool),
+        sizes=size,
+        trained=size > 0,
+        total=size[0],
+        class_counts=c.class_counts[None],
+        round=c.round,
+        evaluated=jnp.bool(False),
+        metrics=(),
+        public=None,
+    )
+
+
+def _client(task: Task, key: Array, x: Array, y: Array, t: int) -> Client:
     """Returns a client with these examples; their rows are numbers, so that x is read
     by a gather, which has a derivative."""
     count = x.shape[0]
@@ -144,7 +131,8 @@ def _client(task: Task, key: Array, x: Array, y: Array) -> Client:
     none = train._replace(size=jnp.int32(0))
     counts = jnp.sum(jax.nn.one_hot(y, task.num_classes, dtype=jnp.int32), axis=0)
     model, id = task.models[0], jnp.int32(0)
-    return Client(id, key, train, none, none, None, counts, model, 0)
+    here = jnp.int32(t), jnp.bool(False)
+    return Client(id, key, train, none, none, None, counts, model, 0, *here)
 
 
 def inferred_labels(

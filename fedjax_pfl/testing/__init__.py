@@ -20,7 +20,7 @@ from fedjax_pfl.testing.rounds import (
 )
 from fedjax_pfl.testing.rules import RULES
 from fedjax_pfl.testing.synthetic import federation, task
-from fedjax_pfl.types import Algorithm, Task
+from fedjax_pfl.types import Algorithm, Method, Task
 
 __all__ = [
     "RULES",
@@ -51,7 +51,7 @@ def check(rule: str, s: Subject) -> None:
 
 
 def check_algorithm(
-    factory: Callable[..., Algorithm] | str, task: Task | None = None
+    factory: Callable[..., Algorithm | Method] | str, task: Task | None = None
 ) -> None:
     """Checks a method against every rule of the contract, on a synthetic federation of
     five clients.

@@ -26,7 +26,7 @@ from fedjax_pfl.testing.rounds import (
     subject,
 )
 from fedjax_pfl.testing.synthetic import SIZES
-from fedjax_pfl.types import Array, Grouped, PyTree, State
+from fedjax_pfl.types import Array, Grouped, PyTree, RunState, State
 
 TWO_GROUPS = np.array([0, 1, 0, 1, 1])  # architecture of each client
 
@@ -123,10 +123,10 @@ def grouping(s: Subject) -> None:
     server = jax.tree.unflatten(
         jax.tree.structure(like.server), jax.tree.leaves(s.start.server)
     )
-    other = subject(s.factory, t, start=State(server, clients))
+    other = subject(s.factory, t, start=RunState(State(server, clients)))
     state, metrics = run(other, ids=IDS[ACTIVE], active=np.ones(4, bool))
-    state = state._replace(
-        clients=jax.tree.map(joined, state.clients, is_leaf=architectures.is_grouped)
+    state = state.with_rows(
+        jax.tree.map(joined, state.rows, is_leaf=architectures.is_grouped)
     )
     same_round((state, metrics), run(s), IDS[ACTIVE], 1e-5)
 

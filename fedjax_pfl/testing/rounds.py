@@ -1,7 +1,6 @@
 """A method and its compiled round on the synthetic federation, and how two of its
 rounds are compared."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,18 @@ from fedjax_pfl.engine import placement, program
 from fedjax_pfl.engine.frozen import with_frozen
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.testing.synthetic import C, N, federation
-from fedjax_pfl.types import Algorithm, Array, Examples, Federation, PyTree, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Array,
+    Examples,
+    Federation,
+    Method,
+    PyTree,
+    RunState,
+    State,
+    Task,
+)
+from fedjax_pfl.uploads.chain import Chain, Option
 
 # a cohort without client 2, and with a padded slot
 IDS = np.array([3, 0, 4, 1, N + 2], np.int32)
@@ -28,28 +38,27 @@ class ContractViolation(AssertionError):
 class Subject(NamedTuple):
     """A method on the synthetic federation, see `subject`."""
 
-    factory: Callable[..., Algorithm]
+    factory: Callable[..., Algorithm | Method]
     task: Task
     federation: Federation
     traced: dict[str, Any]  # the traced hyperparameters, float32
-    init: Callable[..., State]  # (key, traced) -> State, rows by client id
-    # (key, traced, federation, State, ids, active, t, evaluated, options)
-    round: Callable[..., tuple[State, Round]]
-    # (key, traced, federation, State, t) -> {name: [N]}
+    init: Callable[..., RunState]  # (key, traced) -> RunState, rows by client id
+    # (key, traced, federation, RunState, ids, active, t, evaluated)
+    round: Callable[..., tuple[RunState, Round]]
+    # (key, traced, federation, RunState, t) -> {name: [N]}
     evaluate: Callable[..., dict[str, Array]]
-    start: State  # all clients have trained and differ
-    options: PyTree = None
+    start: RunState  # all clients have trained and differ
 
 
 def subject(
-    factory: Callable[..., Algorithm],
+    factory: Callable[..., Algorithm | Method],
     task: Task,
     *,
     width: int = 1,
     devices: int = 1,
-    start: State | None = None,
-    transform: Callable[..., PyTree] | None = None,
-    options: PyTree = None,
+    start: RunState | State | None = None,
+    uploads: Chain | Option | None = None,
+    held: bool = False,
 ) -> Subject:
     """Compiles the round of a method on an explicit cohort; State and metrics are by
     client id, not by place.
@@ -59,14 +68,11 @@ def subject(
       width: clients at once on each of the `devices`.
       start: the state in which the checks begin; default that after two rounds of
         everybody.
-      transform: of uploads, as of `program.program`, but with the round's `options` as
-        its first argument.
-      options: what it is given by default.
+      uploads: options on uploads, as of `program.program`.
+      held: every mean is its default, as of `program.parts`.
     """
-    parts = functools.partial(
-        program.parts, factory, task, width=width, devices=devices
-    )
-    made = parts()
+    setting = program.set_up(factory, task, uploads=uploads)
+    made = program.parts(setting, width=width, devices=devices, held=held)
     traced = {name: np.float32(value) for name, value in made.traced.items()}
     where = made.placement if len(task.models) > 1 else None
     rows = placement.StateRows(task, where, 1)
@@ -75,27 +81,22 @@ def subject(
         key: Array,
         traced: Traced,
         f: Federation,
-        state: State,
+        state: RunState,
         ids: Array,
         active: Array,
         t: Array,
         evaluated: Array,
-        options: PyTree,
-    ) -> tuple[State, Round]:
-        with jax.ensure_compile_time_eval():  # the placement is made on the host
-            train = parts(
-                transform=transform and functools.partial(transform, options)
-            ).train
+    ) -> tuple[RunState, Round]:
         if where is not None:
             ids, active = placement.arrange(task, where, ids, active, 1)
         state, at = rows.place(state), rows.of(ids)
-        here = State(state.server, rows.gather(state.clients, at, made.lengths))
-        new, metrics = train(key, traced, f, here, ids, active, t, evaluated)
-        clients = rows.scatter(state.clients, at, new.clients, active, made.lengths)
-        return rows.unplace(State(new.server, clients)), metrics
+        here = state.with_rows(rows.gather(state.rows, at, made.lengths))
+        new, metrics = made.train(key, traced, f, here, ids, active, t, evaluated)
+        kept = rows.scatter(state.rows, at, new.rows, active, made.lengths)
+        return rows.unplace(new.with_rows(kept)), metrics
 
     def evaluate(
-        key: Array, traced: Traced, f: Federation, state: State, t: Array
+        key: Array, traced: Traced, f: Federation, state: RunState, t: Array
     ) -> dict[str, Array]:
         return made.score(
             key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,)
@@ -108,13 +109,14 @@ def subject(
     f = with_frozen(f, task)._replace(mask_fill=fill)
     # init's few operations are those of other methods
     functions = (made.init, jax.jit(round), jax.jit(evaluate))
-    found = Subject(factory, task, f, traced, *functions, State(None, None), options)
+    found = Subject(factory, task, f, traced, *functions, RunState(State(None, None)))
     # under a trace, where no branch may depend on a value
     jax.eval_shape(made.init, jax.random.key(1), traced)
+    start = RunState(start) if isinstance(start, State) else start
     return found._replace(start=_started(found) if start is None else start)
 
 
-def _started(s: Subject) -> State:
+def _started(s: Subject) -> RunState:
     state = jax.device_get(s.init(jax.random.key(1), s.traced))
     for t in range(2):
         state, _ = run(
@@ -132,7 +134,7 @@ def _started(s: Subject) -> State:
         # a variance remains positive
         return x + rng.uniform(0, 0.2, x.shape).astype(x.dtype) if real(x) else x
 
-    return State(state.server, jax.tree.map(noisy, state.clients))
+    return state.with_rows(jax.tree.map(noisy, state.rows))
 
 
 def arguments(
@@ -140,22 +142,21 @@ def arguments(
     ids: np.ndarray = IDS,
     active: np.ndarray = ACTIVE,
     federation: Federation | None = None,
-    state: State | None = None,
+    state: RunState | State | None = None,
     t: int = 2,
     evaluated: bool = True,
-    options: PyTree = None,
     key: Array | None = None,
     **traced: float,
 ) -> tuple[Any, ...]:
     traced = s.traced | {name: np.float32(value) for name, value in traced.items()}
     f, state = federation or s.federation, s.start if state is None else state
+    state = RunState(state) if isinstance(state, State) else state
     f = with_frozen(f, s.task)
-    options = s.options if options is None else options
     key = jax.random.key(7) if key is None else key
-    return key, traced, f, state, ids, active, np.int32(t), np.bool_(evaluated), options
+    return key, traced, f, state, ids, active, np.int32(t), np.bool_(evaluated)
 
 
-def run(s: Subject, **changes: Any) -> tuple[State, Round]:
+def run(s: Subject, **changes: Any) -> tuple[RunState, Round]:
     """One round of a subject: the state and the metrics on the host; `changes` of its
     arguments or its traced hyperparameters."""
     return jax.device_get(s.round(*arguments(s, **changes)))
@@ -164,7 +165,7 @@ def run(s: Subject, **changes: Any) -> tuple[State, Round]:
 def evaluate(
     s: Subject,
     federation: Federation | None = None,
-    state: State | None = None,
+    state: RunState | State | None = None,
     t: int = 2,
 ) -> dict[str, np.ndarray]:
     """The scores of all clients before round t, {name: [N]} on the host."""
@@ -229,14 +230,14 @@ def same(
 
 
 def same_round(
-    found: tuple[State, Round],
-    wanted: tuple[State, Round],
+    found: tuple[RunState, Round],
+    wanted: tuple[RunState, Round],
     clients: Any,
     tolerance: float = 0.0,
 ) -> None:
     """Compares the server, the rows of `clients` and what is reported of them."""
     same("server", found[0].server, wanted[0].server, tolerance=tolerance)
-    own: Callable[[tuple[State, Round]], PyTree] = lambda result: rows_of(
+    own: Callable[[tuple[RunState, Round]], PyTree] = lambda result: rows_of(
         result[0].clients, clients
     )
     same("clients", own(found), own(wanted), clients, tolerance)

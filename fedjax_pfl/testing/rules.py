@@ -36,7 +36,16 @@ from fedjax_pfl.testing.rounds import (
     subject,
 )
 from fedjax_pfl.testing.synthetic import SIZES, N, federation
-from fedjax_pfl.types import Algorithm, Data, Federation, Model, State, Task
+from fedjax_pfl.types import (
+    Algorithm,
+    Data,
+    Federation,
+    Method,
+    Model,
+    RunState,
+    State,
+    Task,
+)
 
 
 def order(s: Subject) -> None:
@@ -86,7 +95,7 @@ def inactive(s: Subject) -> None:
     empty = lambda x: np.where(
         trees.expand(np.arange(N) == IDS[away], x.ndim), _nothing(x), x
     )
-    state = State(s.start.server, jax.tree.map(empty, s.start.clients))
+    state = s.start.with_rows(jax.tree.map(empty, s.start.rows))
     elsewhere = np.where(np.arange(len(IDS)) == away, N + 9, IDS).astype(np.int32)
     for change in ({"federation": poisoned}, {"state": state}, {"ids": elsewhere}):
         same_round(run(s, active=active, **change), wanted, others)
@@ -102,7 +111,7 @@ def _nothing(x: np.ndarray) -> Any:
     return np.nan if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros((), x.dtype)
 
 
-def _finite(result: tuple[State, Round], clients: np.ndarray) -> None:
+def _finite(result: tuple[RunState, Round], clients: np.ndarray) -> None:
     for what, tree in (
         ("server", result[0].server),
         ("clients", rows_of(result[0].clients, clients)),
@@ -133,7 +142,7 @@ def nobody(s: Subject) -> None:
     """A round in which nobody trains leaves the server as it was, and if nobody takes
     part the clients, too."""
     # after a round nothing in the server is zero
-    before = State(run(s)[0].server, s.start.clients)
+    before = run(s)[0].with_rows(s.start.rows)
     f = s.federation
     empty = f._replace(
         train=f.train._replace(size=jnp.zeros_like(f.train.size)),
@@ -176,7 +185,7 @@ def scores(s: Subject) -> None:
     state, metrics = run(s)
     headline = method.headline(s.task, s.factory(s.task))[0]
     _finite(
-        (State(metrics.loss[ACTIVE], metrics.post[headline]), metrics),
+        (RunState(State(metrics.loss[ACTIVE], metrics.post[headline])), metrics),
         np.flatnonzero(ACTIVE),
     )
     _finite((state, metrics), IDS[ACTIVE])
@@ -209,7 +218,7 @@ def held_out(s: Subject) -> None:
         IDS[ACTIVE],
     )
 
-    def factory(task: Task, **hparams: Any) -> Algorithm:
+    def factory(task: Task, **hparams: Any) -> Algorithm | Method:
         made = s.factory(task, **hparams)
         return made._replace(
             predict=lambda server, row, c: made.predict(
@@ -217,7 +226,8 @@ def held_out(s: Subject) -> None:
             )
         )
 
-    score = program.parts(functools.wraps(s.factory)(factory), s.task).score
+    named = functools.wraps(s.factory)(factory)
+    score = program.parts(program.set_up(named, s.task)).score
     jax.eval_shape(
         functools.partial(score, lengths=(N,)),
         jax.random.key(0),
@@ -295,13 +305,11 @@ def dtype(s: Subject) -> None:
     # which keeps an average in the gradient's types
     decay = None if s.factory(s.task).excludes.get("optimizer") else 0.9
     momentum = lambda lr: optax.sgd(lr, decay)
-    made = program.parts(
-        s.factory,
-        s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum),
-    )
+    task = s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum)
+    made = program.parts(program.set_up(s.factory, task))
     before = jax.eval_shape(made.init, jax.random.key(0), s.traced)
     # refuses other types itself
-    after, _ = jax.eval_shape(made.train, *arguments(s, state=before)[:-1])
+    after, _ = jax.eval_shape(made.train, *arguments(s, state=before))
     for path, x in jax.tree_util.tree_leaves_with_path((before, after)):
         if x.weak_type:
             raise ContractViolation(

@@ -6,6 +6,7 @@ import oracle
 import toy
 
 from fedjax_pfl.algorithms.apple import schedule
+from fedjax_pfl.types import State
 
 
 def test_the_penalty_ends():
@@ -63,7 +64,7 @@ def test_with_the_own_model_alone_it_is_local():
     given = {"mu": 0.3, "coef_lr": 0.0, "last": 1.0, "scheduler": "cosine"}
     given["start"] = "common"
     start = by_hand.run("apple", rounds=[], **given)[0][0]
-    own = start._replace(clients=start.clients | {"p": np.eye(5, dtype=np.float32)})
+    own = State(start.server, start.clients | {"p": np.eye(5, dtype=np.float32)})
     states, _ = by_hand.run("apple", begin=own, **given)
     local, _ = by_hand.run("local")
     for a, b in zip(states, local, strict=True):

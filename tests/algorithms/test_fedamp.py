@@ -13,7 +13,7 @@ from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 from fedjax_pfl.algorithms import fedamp as factory
 from fedjax_pfl.algorithms.fedamp import square_distances, weights
 from fedjax_pfl.trees import mixtures
-from fedjax_pfl.types import State
+from fedjax_pfl.types import RunState, State
 
 KEY = jax.random.key(0)
 EVERY = np.arange(N)
@@ -246,7 +246,7 @@ def far_apart():
     noisy = jax.tree.map(
         lambda x: x + 0.3 * rng.normal(size=x.shape).astype(np.float32), server["w"]
     )
-    return State({**server, "w": noisy}, clients)
+    return RunState(State({**server, "w": noisy}, clients))
 
 
 @pytest.mark.slow  # the contract's rules where they hardly mix

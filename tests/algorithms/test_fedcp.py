@@ -26,7 +26,7 @@ from fedjax_pfl.algorithms.fedcp import (
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.keys import clients_key
 from fedjax_pfl.losses import VARIANCES, mmd
-from fedjax_pfl.types import Batch, State
+from fedjax_pfl.types import Batch, RunState, State
 
 KEY = jax.random.key(0)
 TASK, NORM = toy.task(epochs=1), toy.task("norm", epochs=1)
@@ -361,7 +361,7 @@ def test_the_global_head_halves_its_way_to_a_fixed_personal_head():
     own = jax.tree.map(
         lambda x: np.asarray(x) + normal(1, *x.shape), begin.clients["head"]
     )
-    begin = State(begin.server, begin.clients | {"head": own})
+    begin = RunState(State(begin.server, begin.clients | {"head": own}))
     apart = lambda state: np.sqrt(sq_dist(state.server["head"], toy.rows(own, 1)))
     _, state, _ = train(TASK, f, rounds=3, begin=begin, lr=0.0)
     assert_same(state.clients["head"], own)

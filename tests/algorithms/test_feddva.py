@@ -34,7 +34,7 @@ def compiled(**fixed):
         algorithm = factory(TASK, **SIZE, **fixed, **numbers)
         cohort = toy.cohort(TASK, IDS, active, F, KEY)
         state = algorithm.init(KEY)
-        return algorithm.round(
+        return toy.round_of(algorithm, TASK)(
             KEY, State(state.server, trees.gather(state.clients, IDS)), cohort
         )
 

@@ -49,7 +49,7 @@ def store(models):
 def step(state, federation, ids, lr, evaluated):
     rows = State(state.server, trees.gather(state.clients, ids))
     here = toy.cohort(TASK, ids, ids < N, federation, KEY, evaluated=evaluated)
-    return factory(TASK._replace(lr=lr)).round(KEY, rows, here)
+    return toy.round_of(factory(TASK._replace(lr=lr)), TASK)(KEY, rows, here)
 
 
 def round_of(state, federation=F, ids=ALL, lr=TASK.lr, evaluated=True):

@@ -71,7 +71,7 @@ def test_prototypes_of_a_single_client_are_its_own_and_the_others_stay():
     before = train().state
     server, clients = toy.train(
         "fedproto", TASK, 1, federation_=alone(0), begin=before
-    ).state
+    ).state.method
     held, missing = list(OWN[0]), [label for label in range(C) if label not in OWN[0]]
     w = toy.rows(clients, 0)
     assert_close(np.asarray(server["proto"])[:, held], class_means(w, 0)[:, held], 1e-5)

@@ -53,7 +53,7 @@ def start(task=MLP, **hparams):
 
 def with_rows(state, **parts):
     """The state with parts of the clients' rows replaced, the same for all."""
-    return state._replace(clients={**state.clients, **trees.replicate(parts, N)})
+    return State(state.server, {**state.clients, **trees.replicate(parts, N)})
 
 
 def local_rows(rows):
@@ -123,7 +123,7 @@ def test_own_features_alone_are_local(net, iterative):
     """Whatever the extractor is; end to end it then learns nothing."""
     task = task_of(net)
     begin = start(task)
-    other = begin._replace(server=optax.tree.scale(3.0, begin.server))
+    other = State(optax.tree.scale(3.0, begin.server), begin.clients)
     alone = train(task, method="local")
     for first in (begin, other):
         got = train(task, begin=first, iterative=iterative, **FROZEN)
@@ -173,7 +173,7 @@ def test_shared_features_alone_end_to_end_are_fedper(net):
     server = {**begin.server, "theta": {"body": other.server["body"]}}
     got = train(
         task,
-        begin=begin._replace(server=server),
+        begin=State(server, begin.clients),
         alpha=0.0,
         iterative=False,
         **FROZEN,

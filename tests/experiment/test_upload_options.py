@@ -1,6 +1,5 @@
 """Flags of what is done to uploads."""
 
-import inspect
 import re
 
 import jax
@@ -13,26 +12,28 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config
 from fedjax_pfl.experiment.build import method
+from fedjax_pfl.experiment.upload_options import options, with_malicious
+from fedjax_pfl.uploads.privacy import guarantee
 
 
 def resolved(**given):
     return config.resolve({"algo": "fedavg", **given})
 
 
-def test_without_options_the_method_is_the_registered_one():
-    """Its program is then the plain one."""
-    factory, hparams = method(resolved())
-    assert factory is find("fedavg") and not hparams
+def made(given, task=None):
+    task = with_malicious(given.uploads, toy.task() if task is None else task)
+    return options(given.uploads, given.server, task), task
 
 
-def round_of(config):
+def round_of(given):
     """The jaxpr of a round of a toy task, as text."""
-    factory, hparams = method(config)
-    program = simulate.program(factory, toy.task(), hparams)
+    factory, hparams = method(given)
+    more, task = made(given)
+    program = simulate.program(factory, task, hparams, **more)
     key, t, known = jax.random.key(0), jnp.int32(1), jnp.bool(True)
     state = jax.eval_shape(program.init, key, program.traced)
-    given = (key, program.traced, toy.federation(), state, t, known)
-    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(program.round)(*given)))
+    arguments = (key, program.traced, toy.federation(), state, t, known)
+    return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(program.round)(*arguments)))
 
 
 OPTIONS = [
@@ -49,37 +50,52 @@ def test_the_plain_round_has_nothing_of_the_options():
     longer = [round_of(resolved(**given)) for given in OPTIONS]
     assert all(len(text) > len(plain) for text in longer)
     assert round_of(resolved()) == plain
+    assert method(resolved())[0] is find("fedavg")
 
 
 def test_options_are_applied_in_their_order():
     given = resolved(
         malicious="0.2:scale:3", compress="top_k:0.1", aggregate="krum", seed=4
     )
-    factory, hparams = method(given)
-    assert hparams == {"attack_scale": 3.0, "malicious_share": 0.2}
-    assert set(inspect.signature(factory).parameters) >= set(hparams)
-    # the same function, so that runs may be one program
-    assert method(given)[0] is factory
-    private = resolved(dp="adaptive", dp_noise=2.0, dp_clip=0.5)
-    assert method(private)[1] == {"dp_noise": 2.0, "dp_clip": 0.5}
+    found, task = made(given)
+    assert list(found["uploads"].named) == ["attack", "compress", "aggregate"]
+    program = simulate.program("fedavg", task, **found)
+    assert program.traced["attack.scale"] == 3
+    assert program.traced["aggregate.malicious_share"] == 0.2
+    private = resolved(dp="adaptive", dp_noise=2.0, dp_clip=0.5, compress="qsgd:2")
+    found, _ = made(private)
+    assert list(found["uploads"].named) == ["compress", "private"]
+    numbers = found["uploads"].named["private"].traced
+    assert (numbers["noise"], numbers["clip"]) == (2.0, 0.5)
 
 
-def test_a_target_sets_the_noise():
+def test_a_target_sets_the_noise_of_the_clients_that_train():
     pytest.importorskip("dp_accounting")
-    given = {"dp": "client", "clients": 100, "participation": "0.1", "rounds": 10}
-    noises = [resolved(dp_epsilon=x, **given).dp_noise for x in (2, 8)]
+    task = toy.task()
+    noises = [
+        made(resolved(dp="client", dp_epsilon=x, rounds=10))[0]["uploads"]
+        .named["private"]
+        .traced["noise"]
+        for x in (2.0, 8.0)
+    ]
     assert noises[0] > noises[1] > 0
+    found, _ = made(resolved(dp="client", dp_epsilon=8.0, rounds=10))
+    program = simulate.program("fedavg", task, **found)
+
+    assert 7.9 < guarantee(program, 10).epsilon <= 8
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"malicious": "0.2:flip"}, "attack"),
+        ({"malicious": "0.2:flip"}, "malicious"),
         ({"malicious": "2:sign_flip"}, "`malicious` must be in"),
         ({"compress": "top_k"}, "compress"),
-        ({"compress": "zip:1"}, "compression"),
-        ({"dp": "client"}, "needs --dp_noise"),
-        ({"dp_noise": 1.0}, "--dp_noise needs --dp"),
+        ({"compress": "zip:1"}, "compress"),
+        ({"compress": "qsgd:1.5"}, "`levels` must be an integer"),
+        ({"dp": "client"}, "one of --dp_noise and --dp_epsilon"),
+        ({"dp": "client", "dp_noise": 1.0, "dp_epsilon": 2.0}, "one of --dp_noise"),
+        ({"dp_noise": 1.0}, "needs --dp"),
         ({"dp": "example", "dp_epsilon": 1.0}, "--dp=example needs --dp_noise"),
     ],
 )

@@ -17,13 +17,13 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, keys, local_training, trees
 from fedjax_pfl.algorithms.feddva import phases as dva_phases
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, ROW_TARGETS, register
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Client,
+    Method,
     PyTree,
     Scores,
     State,
@@ -73,7 +73,9 @@ def score(outputs: dict[str, Array], y: Array, mask: Array, c: Client) -> Scores
     )
 
 
-@register("feddva")
+@register(
+    "feddva", excludes={"loss": OWN_LOSS, "mix": READS_LABELS, "positions": ROW_TARGETS}
+)
 def feddva(
     task: Task,
     *,
@@ -89,7 +91,7 @@ def feddva(
     head_lr: Annotated[float, Ge(0)] | None = None,
     floor: Annotated[float, Ge(0)] = 0.0,
     exchange: Literal["encoders", "z"] = "encoders",
-) -> Algorithm:
+) -> Method:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
     averages the encoders.
 

@@ -31,7 +31,7 @@ from fedjax_pfl.algorithms.fedma.matching import (
     neurons,
     permute,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import ONE_RATE, register
 from fedjax_pfl.types import (
     Algorithm,
     Array,
@@ -126,7 +126,7 @@ class Matching(NamedTuple):
     sweeps: Annotated[int, Interval(ge=1, le=1000)] = 5
 
 
-@register("fedma")
+@register("fedma", targets=True, excludes={"lr": ONE_RATE})
 @hyperparameters.shared(Matching)
 def fedma(task: Task, *, on: Matching) -> Algorithm:
     """Trains, then layer by layer matches the clients' neurons, averages them, freezes
@@ -218,7 +218,7 @@ def fedma(task: Task, *, on: Matching) -> Algorithm:
     return Algorithm(split.init, round, predict, score, sent, no_unseen=alone)
 
 
-@register("pfedma")
+@register("pfedma", targets=True, excludes={"lr": ONE_RATE})
 @hyperparameters.shared(Matching)
 def pfedma(
     task: Task,

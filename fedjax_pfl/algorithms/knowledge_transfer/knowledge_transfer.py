@@ -35,7 +35,7 @@ from fedjax_pfl.algorithms.knowledge_transfer.mixtures import (
     slope,
     uniform,
 )
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import ROW_TARGETS, register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import (
     Algorithm,
@@ -186,7 +186,11 @@ def transfer(task: Task, rule: Rule, on: Exchange) -> Algorithm:
     )
 
 
-@register("mnfl_het", several_architectures=True)
+@register(
+    "mnfl_het",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Exchange)
 def mnfl_het(
     task: Task,
@@ -242,7 +246,11 @@ def mnfl_het(
     return transfer(task, Rule(learned, mean), on)
 
 
-@register("fedmd", several_architectures=True)
+@register(
+    "fedmd",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Exchange)
 def fedmd(
     task: Task,
@@ -262,7 +270,11 @@ def fedmd(
     return transfer(task, Rule(uniform), on)
 
 
-@register("sim_pfd", several_architectures=True)
+@register(
+    "sim_pfd",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Exchange)
 def sim_pfd(task: Task, *, on: Exchange) -> Algorithm:
     """FedMD whose clients weigh each other's predictions by their cosine with their own
@@ -270,7 +282,11 @@ def sim_pfd(task: Task, *, on: Exchange) -> Algorithm:
     return transfer(task, Rule(similar), on)
 
 
-@register("topk_pfd", several_architectures=True)
+@register(
+    "topk_pfd",
+    several_architectures=True,
+    excludes={"mix": ROW_TARGETS, "positions": ROW_TARGETS},
+)
 @hyperparameters.shared(Exchange)
 def topk_pfd(
     task: Task,

@@ -23,7 +23,6 @@ import optax
 from fedjax_pfl import (
     aggregate,
     averaging,
-    evaluation,
     hyperparameters,
     keys,
     local_training,
@@ -37,13 +36,13 @@ from fedjax_pfl.algorithms.pfedc.class_groups import (
     scores,
 )
 from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches
-from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, register
 from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Client,
     Cohort,
+    Method,
     Metrics,
     Predictor,
     PyTree,
@@ -51,6 +50,7 @@ from fedjax_pfl.types import (
     State,
     Task,
     Traffic,
+    Update,
 )
 
 
@@ -163,14 +163,14 @@ def branched(task: Task, on: Branching) -> Branched:
     return Branched(b, start, train, predictor, score)
 
 
-@register("pfedc")
+@register("pfedc", excludes={"loss": OWN_LOSS, "mix": READS_LABELS})
 @hyperparameters.shared(Branching)
 def pfedc(
     task: Task,
     *,
     on: Branching,
     download: Literal["bank", "stale"] = "bank",
-) -> Algorithm:
+) -> Method:
     """Averages the body over all clients and each class branch over those that hold it
     (Algorithm 1, Eqs. 3-7).
 
@@ -228,31 +228,31 @@ def pfedc(
         server = shared | {"start": w["head"]}
         return State(server, trees.replicate(mine, task.num_clients))
 
-    def round(key, state, cohort):
+    def client(c, server, mine):
         # Each client trains its branches and the body (Eqs. 3-5).
-        def client(c, mine):
-            w, value, seen = of.train(c, compose(state.server, mine, c))
-            shared, own = split.send(w)
-            # It has no part in the other branches.
-            holds = (held(c.class_counts) > 0)[b.column]
-            shared["head"] = trees.choose(holds, w["head"], state.server["head"])
-            after = {"head": w["head"] if keeps else (), "own": own}
-            post = evaluation.post(cohort, c, of.predictor(w), of.score)
-            return shared, after, value, seen, post
+        w, value, seen = of.train(c, compose(server, mine, c))
+        shared, own = split.send(w)
+        # It has no part in the other branches.
+        present = held(c.class_counts) > 0
+        shared["head"] = trees.choose(present[b.column], w["head"], server["head"])
+        after = {"head": w["head"] if keeps else (), "own": own}
+        metrics = {"tasks": jnp.sum(present, axis=-1), **seen}
+        return Update(shared, after, of.predictor(w), value, metrics)
 
+    def weight(cohort):
         # A branch is averaged over its holders (Eqs. 6 and 7): [S, L], by the task of
         # each logit. Branches without a holder keep their last value.
         by_branch = of.shares(on.head_weighting, cohort)[:, b.column]
-        weight = {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
-        last = {part: state.server[part] for part in weight}
-        mean, (mine, value, seen, post) = cohort.mean(
-            client, state.clients, weight=weight, default=last
-        )
-        if stale:
-            mine["head"] = received(by_branch > 0, mean["head"], mine["head"])
-        tasks = jnp.sum(held(cohort.class_counts) > 0, axis=-1)
-        metrics = Metrics(value, post, {"tasks": tasks, **seen})
-        return State(state.server | mean, mine), metrics
+        return {"body": cohort.sizes, "head": by_branch, "stats": cohort.sizes}
+
+    def default(server):
+        return {part: server[part] for part in ("body", "head", "stats")}
+
+    def finish(key, server, mean, sent, old, mine, cohort):
+        # The holders take over the branches of the round.
+        holds = weight(cohort)["head"] > 0
+        heads = received(holds, mean["head"], mine["head"])
+        return State(server | mean, {**mine, "head": heads}), Metrics()
 
     def sent(state, cohort, metrics):
         shared = trees.size((state.server["body"], state.server["stats"]))
@@ -266,7 +266,18 @@ def pfedc(
         return of.predictor(compose(server, mine, c))
 
     # A branch is averaged over the holders of its task only.
-    return Algorithm(init, round, predict, of.score, sent, averages=("body",))
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        score=of.score,
+        weight=weight,
+        default=default,
+        update=lambda key, server, mean, mass: server | mean,
+        finish=finish if stale else None,
+        traffic=sent,
+        averages=("body",),
+    )
 
 
 def received(holds: Array, mean: PyTree, own: PyTree) -> PyTree:
@@ -275,14 +286,14 @@ def received(holds: Array, mean: PyTree, own: PyTree) -> PyTree:
     return jax.vmap(lambda holds, own: trees.choose(holds, mean, own))(holds, own)
 
 
-@register("privacy_pfedc")
+@register("privacy_pfedc", excludes={"loss": OWN_LOSS, "mix": READS_LABELS})
 @hyperparameters.shared(Branching)
 def privacy_pfedc(
     task: Task,
     *,
     on: Branching,
     backend: Literal["ckks", "plain"] = "ckks",
-) -> Algorithm:
+) -> Method:
     """pFedC whose server adds encrypted branches and encrypted counts of their holders
     (Algorithm 2).
 
@@ -303,8 +314,8 @@ def privacy_pfedc(
       pfedc with download=stale, and with full participation just pfedc. Clients'
       numbers of examples are public. Traffic has ciphertexts in bytes, and in scalars
       what goes in the clear; keys, sent once, are not counted. The simulator runs all
-      parties in one process, and its state is what the clients decrypt. A `transform`
-      of uploads is of what goes in the clear alone.
+      parties in one process, and its state is what the clients decrypt. Options
+      on uploads are of what goes in the clear alone.
     """
     encryption.check_backend(backend)
     of = branched(task, on)
@@ -320,18 +331,15 @@ def privacy_pfedc(
         rows = trees.replicate({"head": w["head"], "own": own}, task.num_clients)
         return State(server, rows)
 
-    def round(key, state, cohort):
-        def client(c, mine):
-            w, value, seen = of.train(c, compose(state.server, mine))
-            shared, own = split.send(w)
-            phi = {"body": shared["body"], "stats": shared["stats"]}
-            post = evaluation.post(cohort, c, of.predictor(w), of.score)
-            return phi, w["head"], own, value, seen, post
-
+    def client(c, server, mine):
+        w, value, seen = of.train(c, compose(server, mine))
+        shared, own = split.send(w)
         # The body is averaged in the clear.
-        server, (heads, own, value, seen, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
-        )
+        phi = {"body": shared["body"], "stats": shared["stats"]}
+        row = {"head": mine["head"], "own": own}
+        return Update(phi, row, of.predictor(w), value, seen, sent=w["head"])
+
+    def finish(key, server, mean, heads, old, rows, cohort):
         # Branches and the numbers of their holders are added under encryption.
         weight = of.shares(on.head_weighting, cohort).astype(float)  # [S, T]
         by_branch = weight[:, b.column]
@@ -339,11 +347,11 @@ def privacy_pfedc(
         upload = cohort.replicated({"branches": weighed, "weight": weight})
         total, up, down = encryption.total(upload, cohort.ids, cohort.active, backend)
         # Each client divides the sums, and takes over the branches that it holds.
-        mean = _ratio(total["branches"], total["weight"][b.column], heads)
-        mine = {"head": received(by_branch > 0, mean, heads), "own": own}
-        seen |= {"tasks": jnp.sum(weight > 0, axis=-1)}
+        branches = _ratio(total["branches"], total["weight"][b.column], heads)
+        mine = {**rows, "head": received(by_branch > 0, branches, heads)}
+        seen = {"tasks": jnp.sum(weight > 0, axis=-1)}
         seen |= {} if plain else {"encrypted_up": up, "encrypted_down": down}
-        return State(server, mine), Metrics(value, post, seen)
+        return State(mean, mine), Metrics(clients=seen)
 
     def sent(state, cohort, metrics):
         here, clear = cohort.active.astype(jnp.int32), trees.size(state.server)
@@ -362,8 +370,15 @@ def privacy_pfedc(
         "the branches' sums are only for the clients of the round, and the server "
         "keeps nothing of them"
     )
-    return Algorithm(
-        init, round, predict, of.score, sent, no_unseen=secret, averages=("body",)
+    return averaging.from_client(
+        init,
+        client,
+        predict,
+        score=of.score,
+        finish=finish,
+        traffic=sent,
+        no_unseen=secret,
+        averages=("body",),
     )
 
 

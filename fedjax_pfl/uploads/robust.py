@@ -8,87 +8,71 @@ aggregation for federated learning (IEEE TSP 2022, arXiv 1912.13445).
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import Interval
 from chex import Numeric
 
-from fedjax_pfl import aggregate, trees, uploads
-from fedjax_pfl.engine import validate
-from fedjax_pfl.errors import choose
-from fedjax_pfl.hyperparameters import method_name, shared
-from fedjax_pfl.types import Algorithm, Array, Cohort, Metrics, PyTree, State, Task
+from fedjax_pfl import aggregate, trees
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Array, Client, PyTree, Task, Upload
+from fedjax_pfl.uploads.chain import option
 
 ASSUMED = 0.2  # fraction of malicious clients
 ITERATIONS = 16  # of the geometric median
 SMALLEST = 1e-6  # distance by which the geometric median divides
 
 
-class Options(NamedTuple):
-    """Hyperparameters of robust aggregation.
-
-    Args:
-      malicious_share: the fraction of malicious clients that a rule assumes, in
-        [0, 0.5): of `trimmed_mean` trimmed at each end, of Krum left out.
-    """
-
-    malicious_share: Annotated[float, Interval(ge=0, lt=0.5)] = ASSUMED
-
-
+@option("aggregate")
 def robust(
-    factory: Callable[..., Algorithm] | str, rule: str = "median"
-) -> Callable[..., Algorithm]:
-    """Returns the method with another rule in place of each mean of uploads.
+    rule: Literal[
+        "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+    ] = "median",
+    malicious_share: Annotated[float, Interval(ge=0, lt=0.5)] = ASSUMED,
+) -> Upload:
+    """Takes another rule in place of the mean of the updates.
 
-    All S uploads of a round are held on every device: S times the memory of a model.
+    All S updates of a round are held on every device: S times the memory of a model.
 
     Args:
-      factory: a method or its name.
-      rule: median or trimmed_mean of each number, unweighted; krum, the upload nearest
-        to its neighbours; multi_krum, the mean of the uploads that Krum keeps;
+      rule: median or trimmed_mean of each number, unweighted; krum, the update nearest
+        to its neighbours; multi_krum, the mean of the updates that Krum keeps;
         geometric_median, weighted as the mean (RFA).
-
-    Returns:
-      a factory with the hyperparameters of `Options`, all traced.
-
-    Raises:
-      InputError: the rule is unknown, or clients send nothing through cohort.mean.
+      malicious_share: the fraction of malicious clients that a rule assumes, in
+        [0, 0.5), rounded up to whole clients: of `trimmed_mean` trimmed at each end, of
+        Krum left out.
     """
-    factory, found = validate.method(factory), RULES[choose("rule", rule, RULES)]
-    name = method_name(factory)
 
-    @functools.wraps(factory)
-    def make(task: Task, *, on: Options, **hparams: Any) -> Algorithm:
-        method = factory(task, **hparams)
+    def client(
+        c: Client, update: PyTree, _: PyTree, row: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        return update, row, ()
 
-        def combine(stack: PyTree, shares: PyTree, default: PyTree) -> PyTree:
-            return found(stack, shares, default, on.malicious_share)
+    def combine(updates: PyTree, shares: PyTree) -> PyTree:
+        return RULES[rule](updates, shares, malicious_share)
 
-        def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-            def mean(client: Any, *rows: PyTree, **options: Any) -> Any:
-                return cohort.mean(client, *rows, **options, combine=combine)
+    def check(task: Task) -> None:
+        least = task.cohort_sizes[0]
+        share = np.float32(malicious_share)
+        if rule == "trimmed_mean" and not _trimmed(share, jnp.int32(least)):
+            raise InputError(
+                f"`trimmed_mean` trims no client of a round of {least} with "
+                f"malicious_share={malicious_share}: it needs 3 or more, and a share "
+                "above 0."
+            )
 
-            through = uploads.Through(cohort, mean)
-            result = method.round(key, state, through)
-            uploads.must_send(name, through.means)
-            return result
-
-        return method._replace(round=round)
-
-    made = shared(Options)(make)
-    made.__name__ = name
-    return made
+    return Upload(lambda like: ((), ()), client, combine=combine, check=check)
 
 
-def median(stack: PyTree, shares: PyTree, default: PyTree, share: Numeric) -> PyTree:
+def median(stack: PyTree, shares: PyTree, share: Numeric) -> PyTree:
     """Computes the median of each number over the clients with a share.
 
     Args:
-      stack: uploads [S, ...].
-      shares: see `aggregate.shares`.
-      default: a tree like one upload.
+      stack: updates [S, ...].
+      shares: a tree like the updates, see `aggregate.shares`.
       share: not used; the signature is that of all rules.
     """
 
@@ -101,16 +85,14 @@ def median(stack: PyTree, shares: PyTree, default: PyTree, share: Numeric) -> Py
     return _each_number(middle, stack, shares)
 
 
-def trimmed_mean(
-    stack: PyTree, shares: PyTree, default: PyTree, share: Numeric
-) -> PyTree:
+def trimmed_mean(stack: PyTree, shares: PyTree, share: Numeric) -> PyTree:
     """Computes the mean of each number without the largest and the smallest values, a
-    fraction `share` of the clients at each end; the arguments are those of
+    fraction `share` of the clients, rounded up, at each end; the arguments are those of
     `median`."""
 
     def mean(x: Array, here: Array) -> Array:
         x, count = _sorted(x, here)
-        cut = jnp.floor(share * count + 1e-4).astype(jnp.int32)
+        cut = _trimmed(share, count)
         rank = trees.expand(jnp.arange(x.shape[0]), x.ndim)
         kept = (rank >= cut[None]) & (rank < (count - cut)[None])
         total = jnp.sum(jnp.where(kept, x, 0), axis=0)
@@ -119,35 +101,31 @@ def trimmed_mean(
     return _each_number(mean, stack, shares)
 
 
-def krum(stack: PyTree, shares: PyTree, default: PyTree, share: Numeric) -> PyTree:
-    """Takes the upload with the least sum of squared distances to its n - f - 2
-    nearest, of n uploads and f = share n malicious ones; the arguments are those of
+def krum(stack: PyTree, shares: PyTree, share: Numeric) -> PyTree:
+    """Takes the update with the least sum of squared distances to its n - f - 2
+    nearest, of n updates and f = share n malicious ones; the arguments are those of
     `median`."""
-    scores = _krum_scores(*_vectors(stack, shares, default), share)
-    return trees.gather(_complete(stack, shares, default), jnp.argmin(scores))
+    scores = _krum_scores(*_vectors(stack, shares), share)
+    return trees.gather(_complete(stack, shares), jnp.argmin(scores))
 
 
-def multi_krum(
-    stack: PyTree, shares: PyTree, default: PyTree, share: Numeric
-) -> PyTree:
-    """Averages the n - f uploads with the least scores of `krum`, equally weighted."""
-    vectors, here = _vectors(stack, shares, default)
+def multi_krum(stack: PyTree, shares: PyTree, share: Numeric) -> PyTree:
+    """Averages the n - f updates with the least scores of `krum`, equally weighted."""
+    vectors, here = _vectors(stack, shares)
     scores, count = _krum_scores(vectors, here, share), jnp.sum(here)
     rank = jnp.argsort(jnp.argsort(scores))
     kept = here & (rank < count - _malicious(share, count))
     weights = kept / jnp.maximum(jnp.sum(kept), 1)
-    return _weighted(weights, _complete(stack, shares, default))
+    return _weighted(weights, _complete(stack, shares))
 
 
-def geometric_median(
-    stack: PyTree, shares: PyTree, default: PyTree, share: Numeric
-) -> PyTree:
-    """Computes the point with the least weighted sum of distances to the uploads, by
+def geometric_median(stack: PyTree, shares: PyTree, share: Numeric) -> PyTree:
+    """Computes the point with the least weighted sum of distances to the updates, by
     the smoothed Weiszfeld algorithm; the arguments are those of `median`.
 
     The weights are the clients' shares, averaged over the leaves of `shares`.
     """
-    vectors, here = _vectors(stack, shares, default)
+    vectors, here = _vectors(stack, shares)
     each = [
         jnp.mean(x.reshape(x.shape[0], -1), axis=1) for x in jax.tree.leaves(shares)
     ]
@@ -165,10 +143,10 @@ def geometric_median(
         return normalised(weights / jnp.maximum(distance, SMALLEST))
 
     final = jax.lax.fori_loop(0, ITERATIONS, step, normalised(weights))
-    return _weighted(final, _complete(stack, shares, default))
+    return _weighted(final, _complete(stack, shares))
 
 
-RULES: dict[str, Callable[[PyTree, PyTree, PyTree, Numeric], PyTree]] = {
+RULES: dict[str, Callable[[PyTree, PyTree, Numeric], PyTree]] = {
     "median": median,
     "trimmed_mean": trimmed_mean,
     "krum": krum,
@@ -181,12 +159,9 @@ def _each_number(
     reduce: Callable[[Array, Array], Array], stack: PyTree, shares: PyTree
 ) -> PyTree:
     """Returns reduce(x [S, ...], who has a share [S, ...]) of each leaf."""
-
-    def one(share: Array, part: PyTree) -> PyTree:
-        here = share > 0
-        return jax.tree.map(lambda x: reduce(x, _aligned(here, x)), part)
-
-    return jax.tree.map(one, shares, stack)
+    return jax.tree.map(
+        lambda x, share: reduce(x, _aligned(share > 0, x)), stack, shares
+    )
 
 
 def _aligned(here: Array, x: Array) -> Array:
@@ -203,20 +178,16 @@ def _sorted(x: Array, here: Array) -> tuple[Array, Array]:
     return sorts, jnp.sum(here, axis=0).astype(jnp.int32)
 
 
-def _complete(stack: PyTree, shares: PyTree, default: PyTree) -> PyTree:
-    """Puts `default` where a client has no share."""
-
-    def one(share: Array, part: PyTree, default: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x, d: jnp.where(_aligned(share > 0, x), x, d[None]), part, default
-        )
-
-    return jax.tree.map(one, shares, stack, default)
+def _complete(stack: PyTree, shares: PyTree) -> PyTree:
+    """Puts the update 0 where a client has no share."""
+    return jax.tree.map(
+        lambda x, share: jnp.where(_aligned(share > 0, x), x, 0), stack, shares
+    )
 
 
-def _vectors(stack: PyTree, shares: PyTree, default: PyTree) -> tuple[Array, Array]:
-    """Returns the uploads as vectors [S, Z], and which clients have a share [S]."""
-    full = jax.tree.leaves(_complete(stack, shares, default))
+def _vectors(stack: PyTree, shares: PyTree) -> tuple[Array, Array]:
+    """Returns the updates as vectors [S, Z], and which clients have a share [S]."""
+    full = jax.tree.leaves(_complete(stack, shares))
     flat = [x.reshape(x.shape[0], -1).astype(jnp.float32) for x in full]
     present = [
         jnp.any(x.reshape(x.shape[0], -1) > 0, axis=1) for x in jax.tree.leaves(shares)
@@ -225,7 +196,13 @@ def _vectors(stack: PyTree, shares: PyTree, default: PyTree) -> tuple[Array, Arr
 
 
 def _malicious(share: Numeric, count: Array) -> Array:
+    """Returns the number of clients that may be malicious, rounded up."""
     return jnp.ceil(share * count - 1e-4).astype(jnp.int32)
+
+
+def _trimmed(share: Numeric, count: Array) -> Array:
+    """Returns how many values are trimmed at each end, of which one is left."""
+    return jnp.minimum(_malicious(share, count), jnp.maximum(count - 1, 0) // 2)
 
 
 def _krum_scores(vectors: Array, here: Array, share: Numeric) -> Array:
