@@ -1,5 +1,6 @@
 """Mixing of training examples and their labels, as `Task.mix` takes it."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from annotated_types import Gt
 
+from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import Array
 
 # (key, x [B, ...], labels [B, C], mask [B]) -> x, soft labels [B, C]
@@ -25,6 +27,7 @@ def partners(key: Array, mask: Array) -> Array:
 def mixup(alpha: Annotated[float, Gt(0)] = 0.2) -> Mix:
     """Returns mixup (Zhang et al., ICLR 2018): each example is l x + (1 - l) x' with
     another one of the batch, l ~ Beta(alpha, alpha), and so are its labels."""
+    check("alpha", alpha, 0, math.inf, open_low=True)
 
     def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
         key_weight, key_order = jax.random.split(key)
@@ -39,8 +42,14 @@ def mixup(alpha: Annotated[float, Gt(0)] = 0.2) -> Mix:
 def cutmix(alpha: Annotated[float, Gt(0)] = 1.0) -> Mix:
     """Returns CutMix (Yun et al., ICCV 2019): a box of each image [H, W, C] is another
     image's, of the area 1 - l, l ~ Beta(alpha, alpha); labels are mixed by area."""
+    check("alpha", alpha, 0, math.inf, open_low=True)
 
     def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
+        if x.ndim != 4:
+            raise InputError(
+                f"`cutmix` needs images [height, width, channels], got inputs of shape "
+                f"{x.shape[1:]}."
+            )
         key_weight, key_order, *centres = jax.random.split(key, 4)
         side = jnp.sqrt(1 - jax.random.beta(key_weight, alpha, alpha))
         other, inside = partners(key_order, mask), jnp.ones((1, 1), bool)

@@ -1,5 +1,6 @@
 """Scores of one client, and statistics over clients."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ BATCH = 256  # test examples predicted at once
 # exp(mean cross entropy) over a client's examples, or over all their positions
 PERPLEXITY = "perplexity"
 Score = Callable[[Any, Array, Array, Client], Scores]
+# (probabilities [M, C], labels [M] or [M, C] bool, mask [M]) -> []
+Metric = Callable[[Array, Array, Array], Array]
 
 
 def batch_size(rows: float) -> int:
@@ -115,11 +118,13 @@ def several_labels(outputs: Array, y: Array, mask: Array, client: Client) -> Sco
     predicted labels.
 
     `f1` is the mean over labels that occur or are predicted, `exact` the share of
-    examples with all labels right, `hamming` the share of right labels.
+    examples with all labels right, `hamming` the share of right labels. A NaN logit is
+    wrong.
     """
     _check_targets(outputs, y)
     count, row = jnp.sum(mask), mask[:, None]
-    guess, right = (outputs > 0) & row, ((outputs > 0) == y) & row
+    guess = (outputs > 0) & row
+    right = ((outputs > 0) == y) & ~jnp.isnan(outputs) & row
     both, either = (guess & y), guess.astype(jnp.int32) + (y & row)
     return {
         "f1": (2 * jnp.sum(both, axis=0), jnp.sum(either, axis=0)),
@@ -207,7 +212,12 @@ def whole(
     data: Data, predictor: Predictor, num_classes: int, metrics: tuple[str, ...]
 ) -> dict[str, Array]:
     """Computes scores {name: []} in METRICS that are no sums over examples; NaN where a
-    score is not defined."""
+    score is not defined.
+
+    Returns:
+      also `nan_rows`, the number of rows with a NaN logit, NaN if there are none. With
+      `auc` or `ap` also `positives`, the rows of the rarest class that they average.
+    """
     size = min(BATCH, data.index.shape[0])
     labels = data.examples.y
     several = labels.dtype == bool
@@ -234,7 +244,12 @@ def whole(
     )
     logits, y, mask = local_training.fold(data, collect, start, size)
     p = jax.nn.sigmoid(logits) if several else jax.nn.softmax(logits)
-    return {name: METRICS[name](p, y, mask) for name in metrics}
+    found = {name: METRICS[name](p, y, mask) for name in metrics}
+    unknown = jnp.sum(jnp.any(jnp.isnan(p), axis=1) & mask)
+    found["nan_rows"] = jnp.where(unknown > 0, unknown, jnp.nan)
+    if {"auc", "ap"} & set(metrics):
+        found["positives"] = _positives(p, y, mask)
+    return found
 
 
 def _logits(outputs: Any, num_classes: int) -> Array:
@@ -246,6 +261,18 @@ def _logits(outputs: Any, num_classes: int) -> Array:
     return z
 
 
+def _of_numbers(score: Metric) -> Metric:
+    """Returns a score that is NaN if a valid row of p has a NaN."""
+
+    @functools.wraps(score)
+    def known(p: Array, y: Array, mask: Array) -> Array:
+        wrong = jnp.any(jnp.isnan(p) & mask[:, None])
+        return jnp.where(wrong, jnp.nan, score(p, y, mask))
+
+    return known
+
+
+@_of_numbers
 def auc(p: Array, y: Array, mask: Array) -> Array:
     """Area under the ROC curve of each class against the rest, the mean over classes
     with examples of both kinds.
@@ -264,6 +291,7 @@ def auc(p: Array, y: Array, mask: Array) -> Array:
     return _over_classes(one, p, y, mask)
 
 
+@_of_numbers
 def average_precision(p: Array, y: Array, mask: Array) -> Array:
     """Average precision of each class against the rest, as `auc`."""
 
@@ -277,6 +305,7 @@ def average_precision(p: Array, y: Array, mask: Array) -> Array:
     return _over_classes(one, p, y, mask)
 
 
+@_of_numbers
 def ece(p: Array, y: Array, mask: Array, bins: int = 15) -> Array:
     """Expected calibration error: mean |accuracy - confidence| over bins of equal width
     of the largest probability (Guo et al., ICML 2017)."""
@@ -287,6 +316,7 @@ def ece(p: Array, y: Array, mask: Array, bins: int = 15) -> Array:
     return jnp.where(count > 0, jnp.sum(jnp.abs(gaps)) / count, jnp.nan)
 
 
+@_of_numbers
 def balanced_accuracy(p: Array, y: Array, mask: Array) -> Array:
     """Recall of each class, the mean over classes with examples."""
     right = (jnp.argmax(p, axis=1) == y) & mask
@@ -294,6 +324,7 @@ def balanced_accuracy(p: Array, y: Array, mask: Array) -> Array:
     return ratio(jnp.sum(true * right[:, None], axis=0), jnp.sum(true, axis=0))
 
 
+@_of_numbers
 def macro_f1(p: Array, y: Array, mask: Array) -> Array:
     """F1 of each class, the mean over classes that are a label or a prediction."""
     classes = p.shape[1]
@@ -305,8 +336,8 @@ def macro_f1(p: Array, y: Array, mask: Array) -> Array:
 
 # the primary score by the kind of labels, and which of its values are better
 HEADLINES = {"f": ("mse", "min"), "b": ("f1", "max")}
-# scores of all of a client's test examples: (p [M, C], y [M], mask [M]) -> []
-METRICS: dict[str, Callable[[Array, Array, Array], Array]] = {
+# scores of all of a client's test examples
+METRICS: dict[str, Metric] = {
     "auc": auc,
     "ap": average_precision,
     "balanced_accuracy": balanced_accuracy,
@@ -327,11 +358,25 @@ def _over_classes(
     one: Callable[[Array, Array], Array], p: Array, y: Array, mask: Array
 ) -> Array:
     """Averages one(p [M], hit [M]) over classes with examples inside and outside."""
-    hits = y.T if y.ndim == 2 else y[None] == jnp.arange(p.shape[1])[:, None]
-    count = jnp.sum(hits & mask[None], axis=1)
-    both = (count > 0) & (count < jnp.sum(mask))
+    hits, _, both = _hits(p, y, mask)
     values = jax.vmap(one)(p.T, hits)
     return ratio(jnp.where(both, values, 0), both.astype(jnp.float32))
+
+
+def _hits(p: Array, y: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """Returns the rows of each class [C, M] bool, their number [C], and the classes [C]
+    with examples inside and outside."""
+    hits = y.T if y.ndim == 2 else y[None] == jnp.arange(p.shape[1])[:, None]
+    count = jnp.sum(hits & mask[None], axis=1)
+    return hits, count, (count > 0) & (count < jnp.sum(mask))
+
+
+def _positives(p: Array, y: Array, mask: Array) -> Array:
+    """Returns the rows of the rarest class that `auc` averages, NaN if there is
+    none."""
+    _, count, both = _hits(p, y, mask)
+    least = jnp.min(jnp.where(both, count, len(mask)))
+    return jnp.where(jnp.any(both), least.astype(jnp.float32), jnp.nan)
 
 
 def post(

@@ -1,6 +1,7 @@
 """Losses as means over the valid rows of a batch, and the loss of a model that local
 training takes."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from annotated_types import Ge, Interval
 from chex import Numeric
 from jax import lax
 
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Array, Batch, Model, PyTree, Task
 
 # (logits [B, C], labels [B] or [B, C], mask [B]) -> []
@@ -74,6 +76,7 @@ def binary_cross_entropy(outputs: Array, y: Array, mask: Array) -> Array:
 def label_smoothing(epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.1) -> Loss:
     """Returns the cross entropy with labels mixed with the uniform distribution, by
     epsilon in [0, 1]."""
+    check("epsilon", epsilon, 0, 1)
 
     def loss(logits: Array, y: Array, mask: Array) -> Array:
         labels = _soft(y, logits)
@@ -85,10 +88,13 @@ def label_smoothing(epsilon: Annotated[float, Interval(ge=0, le=1)] = 0.1) -> Lo
 def focal(gamma: Annotated[float, Ge(0)] = 2.0) -> Loss:
     """Returns the focal loss -(1 - p)^gamma log p of the label's probability p (Lin et
     al., ICCV 2017), gamma in [0, inf)."""
+    check("gamma", gamma, 0, math.inf)
 
     def loss(logits: Array, y: Array, mask: Array) -> Array:
         log_p = jax.nn.log_softmax(logits)
-        each = (1 - jnp.exp(log_p)) ** gamma * log_p
+        # positive: the derivative of 0^gamma is infinite
+        rest = jnp.maximum(-jnp.expm1(log_p), jnp.finfo(log_p.dtype).tiny)
+        each = rest**gamma * log_p
         return masked_mean(-jnp.sum(_soft(y, logits) * each, axis=-1), mask)
 
     return loss
@@ -105,9 +111,11 @@ def class_balanced(
       class_counts: [C] examples, or [N, C] of the clients. The weights of the classes
         with examples have the mean 1.
     """
-    n = np.asarray(class_counts, np.float32).reshape(-1, np.shape(class_counts)[-1])
-    n = n.sum(axis=0)
-    raw = np.where(n > 0, (1 - beta) / (1 - beta ** np.maximum(n, 1)), 0)
+    check("beta", beta, 0, 1, open_high=True)
+    n = np.reshape(class_counts, (-1, np.shape(class_counts)[-1])).sum(axis=0)
+    with np.errstate(divide="ignore"):  # log 0
+        left = -np.expm1(np.maximum(n, 1) * np.log1p(beta - 1))  # 1 - beta^n
+    raw = np.where(n > 0, (1 - beta) / left, 0)
     weights = jnp.asarray(raw * (n > 0).sum() / raw.sum(), jnp.float32)
 
     def loss(logits: Array, y: Array, mask: Array) -> Array:

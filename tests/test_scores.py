@@ -55,6 +55,45 @@ def test_without_examples_there_is_no_score(name):
     assert np.isnan(evaluation.METRICS[name](P, jnp.asarray(Y), MASK & False))
 
 
+@pytest.mark.parametrize("name", evaluation.METRICS)
+def test_nan_logits_have_a_score_of_nan(name):
+    wrong = P.copy()
+    wrong[35] = np.nan  # masked
+    score = evaluation.METRICS[name]
+    np.testing.assert_allclose(score(wrong, Y, MASK), EXPECTED[name](), rtol=1e-5)
+    wrong[3, 1] = np.nan
+    assert np.isnan(score(wrong, Y, MASK))
+
+
+def test_a_nan_logit_of_several_labels_is_wrong():
+    y, mask = jnp.array([[False, True], [False, False]]), jnp.ones(2, bool)
+    z = jnp.array([[-1.0, 2.0], [-1.0, jnp.nan]])
+    found = evaluation.several_labels(z, y, mask, None)
+    assert {name: [*map(int, found[name])] for name in ("exact", "hamming")} == {
+        "exact": [1, 2],
+        "hamming": [3, 4],
+    }
+
+
+def scored(logits, y):
+    """Returns the area under the curve, and what stands beside it."""
+    rows = jnp.arange(len(y))
+    data = Data(Examples(logits, y), rows, jnp.int32(len(y)), lambda x: x)
+    found = evaluation.whole(data, lambda x, _: x, logits.shape[1], ("auc",))
+    return {name: float(x) for name, x in found.items()}
+
+
+def test_beside_the_area_stand_the_positives_and_the_rows_of_nan():
+    y = jnp.array([0, 0, 1, 0])
+    z = jnp.array([[0.0, 1.0], [1.0, 0.0], [1.0, -1.0], [0.0, 0.0]])
+    found = scored(z, y)
+    assert found["auc"] == 0 and found["positives"] == 1
+    assert np.isnan(found["nan_rows"])
+    found = scored(z.at[1:3, 0].set(jnp.nan), y)
+    assert np.isnan(found["auc"]) and found["nan_rows"] == 2
+    assert np.isnan(scored(z, jnp.zeros(4, int))["positives"])
+
+
 def test_a_run_has_them_before_and_after_local_training():
     run = toy.train("fedavg", toy.task(metrics=("auc", "f1")), 1)
     for scores in (run.last, run.metrics.post):

@@ -145,6 +145,42 @@ def test_losses_by_hand():
     toy.assert_close(balanced, np.mean(-(w / w.mean())[Y[:5]] * log_p))
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_the_focal_loss_has_a_gradient_where_a_probability_is_one(gamma):
+    z, y, mask = jnp.array([[40.0, -40.0]]), jnp.array([0]), jnp.ones(1, bool)
+    slope = jax.grad(losses.focal(gamma))(z, y, mask)
+    np.testing.assert_allclose(slope, np.zeros((1, 2)), atol=1e-30)
+
+
+def test_a_beta_near_one_weighs_by_the_inverse_of_the_counts():
+    n = np.array([900, 90, 10])
+    weights = (1 / n) / np.mean(1 / n)
+    log_p = np.asarray(jax.nn.log_softmax(Z))[np.arange(6), Y]
+    wanted = np.mean((-weights[Y] * log_p)[:5])
+    found = losses.class_balanced(1 - 1e-9, n)(Z, Y, MASK)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "range"),
+    [
+        (lambda: losses.focal(-1.0), r"`gamma` must be in \[0, inf\)"),
+        (lambda: losses.label_smoothing(1.5), r"`epsilon` must be in \[0, 1\]"),
+        (lambda: losses.class_balanced(1.0, [[1, 2]]), r"`beta` must be in \[0, 1\)"),
+        (lambda: augment.mixup(0.0), r"`alpha` must be in \(0, inf\)"),
+        (lambda: augment.cutmix(0.0), r"`alpha` must be in \(0, inf\)"),
+    ],
+)
+def test_numbers_of_losses_and_mixes_have_a_range(make, range):
+    with pytest.raises(InputError, match=range):
+        make()
+
+
+def test_cutmix_needs_images():
+    with pytest.raises(InputError, match=r"needs images .*, got inputs of shape \(5,"):
+        augment.cutmix(1.0)(KEY, jnp.ones((6, 5)), jnp.eye(6), MASK)
+
+
 @pytest.mark.parametrize("mix", [augment.mixup(4.0), augment.cutmix(4.0)])
 def test_mixing_is_among_valid_rows_and_keeps_the_labels_share(mix):
     x = np.arange(1.0, 7)[:, None, None, None] * np.ones((6, 4, 4, 2))

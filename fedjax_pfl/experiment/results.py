@@ -569,5 +569,15 @@ def latex(table: pd.DataFrame, better: str = "max") -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence per run that is not complete."""
-    return [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]
+    """Returns a sentence per run that is not complete, and per run whose last scores
+    are of NaN logits."""
+    found = [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]
+    for run in runs:
+        rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows_clients"])
+        mean, clients = rows.iloc[-1].astype(float) if len(rows) else (np.nan, 0)
+        if mean == mean:
+            found.append(
+                f"{run.path}: {mean * clients:,.0f} test rows of {clients:,.0f} "
+                "clients have NaN logits, and their scores are NaN."
+            )
+    return found

@@ -351,10 +351,11 @@ def closing(directory: RunDirectory) -> str:
     run = results.load(directory.path)
     table, name = results.last(results.frame([run])), run.headline[0]
     names = [name, *run.config.get("metrics", "").split(",")]
-    shown_scores = [*names, *map(metrics.baseline, names)]
+    shown_scores = [*names, "positives", "nan_rows", *map(metrics.baseline, names)]
     rows = table[table["score"].isin(shown_scores)]
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]
     parts = "; ".join(f"{title}: {costs.iloc[0][title]}" for title in kept)
-    return f"\n{shown}\n{parts}\nAll results: fedjax-pfl report {directory.path}"
+    ending = [f"All results: fedjax-pfl report {directory.path}", *results.notes([run])]
+    return "\n".join(["", shown, parts, *ending])
