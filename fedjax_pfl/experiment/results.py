@@ -573,7 +573,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     are of NaN logits."""
     found = [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]
     for run in runs:
-        rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows_clients"])
+        rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows/clients"])
         mean, clients = rows.iloc[-1].astype(float) if len(rows) else (np.nan, 0)
         if mean == mean:
             found.append(

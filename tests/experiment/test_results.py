@@ -160,6 +160,15 @@ def test_formats(style, part):
     assert part in results.render(table, style)
 
 
+def test_rows_of_nan_logits_are_counted(tmp_path):
+    run = made.run(tmp_path / "a")
+    assert results.notes([run]) == []
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"round": 4, "pre/nan_rows": 1.5, "pre/nan_rows/clients": 2}\n')
+    (note,) = results.notes([results.load(run.path)])
+    assert ": 3 test rows of 2 clients have NaN logits" in note
+
+
 def test_unfinished_and_torn_runs_are_read_as_far_as_they_go(tmp_path):
     run = made.run(tmp_path / "a", status="running")
     with open(run.path / "metrics.jsonl", "a") as file:
