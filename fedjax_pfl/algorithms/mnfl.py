@@ -87,7 +87,7 @@ def mnfl(
       several architectures it is mnfl_het.
 
       At the defaults the coefficients stay near 1/N, as their gradient is weighted by a
-      client's share of all examples: FedAvg of uniform weights, of which a run warns.
+      client's share of all examples: this is close to FedAvg of uniform weights.
       The model of a client that did not take part counts as it is, which before its
       first round is the start. With lam=N, rho=0 and a larger coef_lr the coefficients
       move. A client predicts with the model of its last local training: `pre` is to be

@@ -47,7 +47,7 @@ def train_with(name, **hyperparameters):
     return results[-1].pre["acc"], results[-2].metrics.server
 
 
-transfer = {"public_size": 100, "public_batch": 50, "coef_lr": 0.2, "rho": 0.1}
+transfer = {"public_size": 100, "public_batch": 50, "coef_lr": 0.2, "rho": 0.1, "lam": 1.0}
 alone, _ = train_with("local")
 mixed, server = train_with("mnfl_het", **transfer)
 coefficients = np.array(server["coefficients"])

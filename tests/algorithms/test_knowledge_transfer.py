@@ -285,6 +285,36 @@ def test_mnfl_keeps_uniform_coefficients(still):
     np.testing.assert_allclose(a, 1 / N, atol=1e-6)
 
 
+@functools.cache
+def two_groups():
+    """Returns models [N] without training: clients 0, 2 and 4 have one, the others
+    another, both with confident predictions."""
+    both = jax.vmap(MLP.model.init)(jax.random.split(jax.random.key(7), 2))
+    both["head"] = jax.tree.map(lambda x: 4 * x, both["head"])
+    return jax.device_get(jax.tree.map(lambda x: x[np.arange(N) % 2], both))
+
+
+@pytest.mark.parametrize("lam, least, most", [(None, 0.85, 1.0), (1.0, 0.5, 0.7)])
+def test_by_default_the_coefficients_find_the_clients_with_similar_predictions(
+    lam, least, most
+):
+    begin = State(
+        {"coefficients": jnp.full((N, N), 1 / N)},
+        jax.tree.map(jnp.asarray, two_groups()),
+    )
+    still = toy.task(lr=1e-12)
+    given = {} if lam is None else {"lam": lam}
+    got = toy.train("mnfl_het", still, 30, begin=begin, passes=0, **given)
+    a = got.state.server["coefficients"]
+    own = np.arange(N)[:, None] % 2 == np.arange(N) % 2
+    assert least < np.where(own, a, 0).sum(axis=1).mean() < most
+
+
+def test_lam_is_the_number_of_clients_by_default():
+    run = lambda **given: toy.train("mnfl_het", MLP, rounds=1, coef_lr=3.0, **given)
+    assert_close(run().state, run(lam=float(N)).state)
+
+
 @pytest.mark.slow
 def test_only_the_block_of_the_cohort_moves():
     """The step is large: some coefficients end at 0, and rows keep what they weigh in

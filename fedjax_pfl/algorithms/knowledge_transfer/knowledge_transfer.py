@@ -198,7 +198,7 @@ def mnfl_het(
     on: Exchange,
     coef_lr: Annotated[float, Ge(0)] = 0.01,
     rho: Annotated[float, Ge(0)] = 0.7,
-    lam: Annotated[float, Ge(0)] = 1.0,
+    lam: Annotated[float, Ge(0)] | None = None,
     coef_steps: Annotated[int, Interval(ge=0, le=10_000)] = 1,
 ) -> Algorithm:
     """FedMD whose mixtures t_n = sum_m A[n,m] s_m have learned coefficients, rows of a
@@ -209,8 +209,9 @@ def mnfl_het(
         ablations, 0 freezes A at 1/N.
       rho: weight of the penalty ||A - 1/N||^2 (ρ) in [0, inf); 0.7, the value of most
         of the authors' settings.
-      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf); the paper
-        gives none, so 1.
+      lam: weight of the coefficients' loss KL(t_n || s_n) (λ) in [0, inf), multiplied
+        by the client's share of all training examples; default N, which gives a client
+        of mean size weight 1. The paper gives none.
       coef_steps: steps of the coefficients per round, in [0, 10000]; 1 as in the paper.
 
     Note:
@@ -223,21 +224,22 @@ def mnfl_het(
       stepped implicitly, which equals its gradient step to first order and is stable
       for every rho.
 
-      At the defaults the coefficients hardly leave 1/N, as their gradient is weighted
-      by a client's share of all examples: this is FedMD then, of which a run warns.
-      lam=N takes the share away. As in FedMD `pre` scores the model after its local
-      training and the public examples: to be compared with FedAvg's `post`.
+      With lam=1 the share divides a step by N, and this is close to FedMD. The authors'
+      code has no share and chooses the step size from the gradient. As in FedMD `pre`
+      scores the model after its local training and the public examples: to be compared
+      with FedAvg's `post`.
     """
 
     mean = 1 / task.num_clients
+    weight = task.num_clients if lam is None else lam
 
     def learned(asked):
         here = asked.given.here
 
         def step(_, row):
             mass = jnp.maximum(jnp.sum(jnp.where(here, row, 0)), public_data.TINY)
-            share = slope(public_data.normalised(row, here), asked)
-            gradient = lam * asked.share * share / mass
+            change = slope(public_data.normalised(row, here), asked)
+            gradient = weight * asked.share * change / mass
             return aggregate.descend(row, gradient, here, coef_lr, rho, mean)
 
         kept = jax.lax.fori_loop(0, coef_steps, step, asked.row)
