@@ -220,6 +220,14 @@ def test_alpha_stays_between_0_and_1():
     )
 
 
+@pytest.mark.parametrize(
+    "given, low, high", [({}, 0.3, 0.7), ({"lr_alpha": 0.01}, 0.99, 1)]
+)
+def test_by_default_alpha_leaves_its_start(given, low, high):
+    alpha = train(rounds=3, **given).state.clients["alpha"]
+    assert low < np.mean(alpha) < high
+
+
 def test_equal_extractors_leave_alpha_to_its_decay():
     begin = start(FULL, alpha=0.5)
     equal = with_rows(
