@@ -31,6 +31,7 @@ from fedjax_pfl.experiment.text import METHODS  # noqa: E402
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
 BOARD = FOLDER / "leaderboard.json"
+CLAIM = ["claim", "verdict", "premise", "evidence"]
 OTHER = ("task_acc",)  # scores that may not be the published quantity
 _NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
 _INTRO = (
@@ -120,7 +121,9 @@ def _claims(paper: str) -> list[str]:
     rows = tomllib.loads((FOLDER / "claims.toml").read_text()).get(paper)
     if not rows:
         return []
-    text = pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)
+    cells = pd.DataFrame([{x: row.get(x, "") for x in CLAIM} for row in rows])
+    shown = cells.loc[:, (cells != "").any()]
+    text = shown.to_markdown(index=False, disable_numparse=True)
     return [
         "## Claims of the abstract",
         re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text)),

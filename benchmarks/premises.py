@@ -1,0 +1,193 @@
+"""What the mechanism of a method does in a finished run, as numbers.
+
+    python -m benchmarks.premises RUN RUN ...
+
+A claim about a method holds where its mechanism acts. The numbers show whether it does:
+the coefficients of `mnfl` and `mnfl_het`, the mixture of `pfedafm`, the latent c of
+`feddva` and the policy of `fedcp`.
+"""
+
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+
+from benchmarks import latents
+from fedjax_pfl import trees
+from fedjax_pfl.algorithms.fedcp import (
+    Frozen,
+    Parts,
+    client_vector,
+    gated,
+    policy_network,
+)
+from fedjax_pfl.experiment import results
+from fedjax_pfl.experiment.results import Run
+from fedjax_pfl.types import PyTree
+
+EXAMPLES = 200  # test examples of a client that are looked at
+
+
+def concepts(run: Run) -> np.ndarray:
+    """Returns the number [N] of each client's concept: the value of `--shift`."""
+    shift, n = run.config["shift"], run.experiment.task.num_clients
+    values = shift.split(":", 1)[1].split(",") if shift else [""]
+    return np.arange(n) % len(values)
+
+
+def coefficients(run: Run) -> dict[str, float]:
+    """Measures a matrix of knowledge coefficients [N, N].
+
+    Returns:
+      own_concept: mean weight of the clients of the same concept, itself included;
+      uniform: that of weights 1/N; self: mean weight of a client's own knowledge;
+      farthest: largest difference from 1/N.
+    """
+    a = np.asarray(run.state().server["coefficients"])
+    of = concepts(run)
+    same = of[:, None] == of
+    return {
+        "own_concept": np.where(same, a, 0).sum(axis=1).mean(),
+        "uniform": same.mean(),
+        "self": np.diag(a).mean(),
+        "farthest": np.abs(a - 1 / len(a)).max(),
+    }
+
+
+def mixture(run: Run) -> dict[str, float]:
+    """Measures pFedAFM's mixture: alpha, the mean weight of own features, and the mean
+    accuracies of mixed, own and shared features."""
+    alpha = np.asarray(run.state().clients["alpha"])
+    scores = run.summary["scores"]
+    names = {"mixed": "acc", "own": "large_acc", "shared": "small_acc"}
+    return {"alpha": alpha.mean(), "alpha_std": alpha.std()} | {
+        name: scores[f"post/{score}"] for name, score in names.items()
+    }
+
+
+def personal_latent(run: Run) -> dict[str, float]:
+    """Measures what FedDVA's c holds beyond the identity of its client.
+
+    Probes are logistic regressions on c of the test images of all clients of a kind but
+    one, scored on that client.
+
+    Returns:
+      spread: standard deviation of c over the images of a client, divided by that over
+      all images; kind: accuracy of the probe of the mark's type; kind_chance; client:
+      accuracy of a probe of the client, fitted on half of the images; bits: lower bound
+      of the mutual information of c and the kind, from the probe's log loss.
+    """
+    of = latents.views(run)
+    c = np.stack(of["c"])
+    within = np.sqrt(of.assign(v=list(c)).groupby("client")["v"].apply(_variance))
+    total = np.sqrt(_variance(list(c)))
+    held = of["client"].map(of.groupby("client")["kind"].first().map(str)).to_numpy()
+    rank = of.groupby("kind")["client"].rank(method="dense").astype(int).to_numpy()
+    accuracy, loss = [], []
+    for turn in np.unique(rank):
+        scored = rank == turn
+        found = _probe(c[~scored], held[~scored], c[scored], held[scored])
+        accuracy.append(found[0])
+        loss.append(found[1])
+    _, counts = np.unique(held, return_counts=True)
+    share = counts / counts.sum()
+    half = np.random.default_rng(0).permutation(len(c)) % 2 == 0
+    who = of["client"].to_numpy()
+    return {
+        "spread": float(within.mean() / total),
+        "std": float(total),
+        "kind": float(np.mean(accuracy)),
+        "kind_chance": float(share.max()),
+        "bits": float(-share @ np.log2(share) - np.mean(loss)),
+        "client": _probe(c[half], who[half], c[~half], who[~half])[0],
+        "client_chance": 1 / len(np.unique(who)),
+    }
+
+
+def _variance(rows: list[np.ndarray]) -> float:
+    """Returns the variance of vectors, a mean over their dimensions."""
+    return float(np.var(np.stack(list(rows)), axis=0).mean())
+
+
+def _probe(
+    x: np.ndarray, y: np.ndarray, x_held: np.ndarray, y_held: np.ndarray
+) -> tuple[float, float]:
+    """Returns accuracy and log loss in bits of a logistic regression on held rows."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+    model.fit(x, y)
+    column = {name: i for i, name in enumerate(model.classes_)}
+    p = model.predict_proba(x_held)
+    at = p[np.arange(len(p)), [column[name] for name in y_held]]
+    return float(model.score(x_held, y_held)), float(-np.mean(np.log2(at + 1e-12)))
+
+
+def policy(run: Run) -> dict[str, float]:
+    """Measures FedCP's policy s [K] per test example.
+
+    Returns:
+      ratio: mean of s; entropy: mean binary entropy of s in bits; by_sample: standard
+      deviation of s over the examples of a client, a mean over features and clients;
+      by_client: that of the clients' means.
+    """
+    clients = run.state().clients
+    gates = [
+        _gates(run, trees.gather(clients, k), k)
+        for k in range(run.experiment.task.num_clients)
+    ]
+    s = np.concatenate(gates)
+    entropy = -s * np.log2(s + 1e-12) - (1 - s) * np.log2(1 - s + 1e-12)
+    means = np.stack([g.mean(axis=0) for g in gates])
+    return {
+        "ratio": s.mean(),
+        "entropy": entropy.mean(),
+        "by_sample": np.mean([g.std(axis=0).mean() for g in gates]),
+        "by_client": means.std(axis=0).mean(),
+    }
+
+
+def _gates(run: Run, row: PyTree, k: int) -> np.ndarray:
+    """Returns s [n, K] of the policy for a client's test examples."""
+    e, server = run.experiment, run.state().server
+    options = {"depth": 1, "norm": "layer", "activation": "relu"}
+    options = {name: run.config["hparams"].get(name, x) for name, x in options.items()}
+    network = policy_network(e.task, **options)
+    apply = gated(e.task, network, "softmax", Parts())
+    rows = e.partition.test[k, : min(EXAMPLES, e.partition.test_sizes[k])]
+    x = e.dataset.prepare(e.dataset.x[rows])
+    w = {**server, "head": row["head"]}
+    vector = client_vector(row["head"])
+    frozen = Frozen(server["body"], server["head"], vector)
+    mask = jnp.ones(len(rows), bool)
+    return np.asarray(apply(w, frozen, x, mask, False, jax.random.key(0))[2])
+
+
+MEASURED: dict[str, Callable[[Run], dict[str, float]]] = {
+    "mnfl": coefficients,
+    "mnfl_het": coefficients,
+    "pfedafm": mixture,
+    "feddva": personal_latent,
+    "fedcp": policy,
+}
+
+
+def main() -> None:
+    """Prints a row for each run of the command line."""
+    rows = {}
+    for path in sys.argv[1:]:
+        run = results.load(path)
+        rows[run.path.name] = MEASURED[run.config["algo"]](run)
+    table = pd.DataFrame(rows).T
+    if len(table) > 1:
+        table.loc["mean"] = table.mean()
+    print(table.round(4).to_string())
+
+
+if __name__ == "__main__":
+    main()
