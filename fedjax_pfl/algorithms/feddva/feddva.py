@@ -32,6 +32,9 @@ from fedjax_pfl.types import (
 )
 
 
+FLOOR = {"code": 0.01, "paper": 0.0}  # of the variances in R_c
+
+
 # a factory is called whenever something is traced, and building takes half a second
 @functools.lru_cache(maxsize=8)
 def _built(*args: Any, bn_stats: str) -> tuple[vae.DualVAE, PyTree]:
@@ -89,7 +92,8 @@ def feddva(
     cls: Annotated[float, Ge(0)] = 1.0,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
     head_lr: Annotated[float, Ge(0)] | None = None,
-    floor: Annotated[float, Ge(0)] = 0.0,
+    floor: Annotated[float, Ge(0)] | None = None,
+    variant: Literal["code", "paper"] = "code",
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Method:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
@@ -139,7 +143,11 @@ def feddva(
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
     weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
-    decoder, encoders = dva_phases.phases(nets, owner, **weights, floor=floor)
+    if floor is None:
+        floor = FLOOR[variant]
+    decoder, encoders = dva_phases.phases(
+        nets, owner, **weights, floor=floor, variant=variant
+    )
     alone = dva_phases.head_phase(nets)
     if head_epochs and head == "none":
         raise InputError("`head_epochs` needs a classifier: head=personal or shared.")
