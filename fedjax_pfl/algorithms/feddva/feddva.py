@@ -133,17 +133,16 @@ def feddva(
 
     Note:
       Eq. 7 as printed, a maximum, is constant while c is a constant near the prior, so
-      that c holds nothing. Hence variant=code. As in the paper there are two phases;
-      the released code has three, with c drawn from its prior in the first two, and a
+      that c holds nothing. Hence variant=code. As in the paper there are two phases.
+      The released code has three, with c drawn from its prior in the first two, and a
       focal reconstruction. The batch's mixture is a constant in R_c's gradient, as in
-      the code. Each phase is
-      the task's whole local work with a fresh optimizer; the paper's is
-      Adam with rate 0.001. The server weights encoders by training examples (the
-      paper's sum over all clients, of losses that are sums over examples, counts sizes
-      twice). Running statistics always stay with their client, as in the code. Scores
-      are taken at the posterior means; `loss` is the encoders'. No term asks c to
-      differ between clients: a client's decoder knows its client, R_c binds examples of
-      one client only. With a shared encoder of c, c separates clients by accident.
+      the code. Each phase is the task's whole local work with a fresh optimizer; the
+      paper's is Adam with rate 0.001. The server weights encoders by training examples
+      (the paper's sum over all clients, of losses that are sums over examples, counts
+      sizes twice). Running statistics always stay with their client, as in the code.
+      Scores are taken at the posterior means; `loss` is the encoders'. No term asks c
+      to differ between clients: a client's decoder knows its client, R_c binds examples
+      of one client only. With a shared encoder of c, c separates clients by accident.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
