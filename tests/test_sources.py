@@ -107,8 +107,22 @@ def test_augmented_images_are_windows_of_padded_ones():
 
 def test_tables_have_inputs_columns_and_targets(tmp_path):
     rows = [
-        {"sensor": 1, "heat": 1.0, "wind": 5, "room": "x", "target": 0.5},
-        {"sensor": 1, "heat": 3.0, "wind": 5, "room": "y", "target": 1.5},
+        {
+            "sensor": 1,
+            "heat": 1.0,
+            "wind": 5,
+            "room": "x",
+            "target": 0.5,
+            "split": "train",
+        },
+        {
+            "sensor": 1,
+            "heat": 3.0,
+            "wind": 5,
+            "room": "y",
+            "target": 1.5,
+            "split": "train",
+        },
         {
             "sensor": 2,
             "heat": 9.0,

@@ -329,9 +329,9 @@ def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch):
 
 def test_files_of_texts(tmp_path):
     rows = [
-        {"text": "good film", "label": "pos", "site": "x"},
+        {"text": "good film", "label": "pos", "split": "train", "site": "x"},
         {"text": "bad film", "label": "neg", "split": "test", "site": "y"},
-        {"text": "fine", "label": "pos", "site": "x"},
+        {"text": "fine", "label": "pos", "split": "Training", "site": "x"},
     ]
     lines = tmp_path / "a.jsonl"
     lines.write_text("\n".join(map(json.dumps, rows)))
@@ -347,7 +347,9 @@ def test_files_of_texts(tmp_path):
     packed.write_bytes(gzip.compress(json.dumps(SPEECH).encode()))
     assert set(text.load(str(packed)).columns["speaker"]) == set(SPEECH)
     table.write_text("text,label\ngood\n")
-    with pytest.raises(InputError, match="row 1 has no label"):
+    with pytest.raises(
+        InputError, match="row 1 must have 2 fields, as the header, got 1"
+    ):
         text.load(str(table))
     packed.write_bytes(b"no")
     with pytest.raises(InputError, match="cannot be read"):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.data.preparation import Cells, Column, apply
 from fedjax_pfl.errors import InputError, check
 
 SCALED = 20  # largest absolute float of inputs that are scaled
@@ -39,6 +40,9 @@ class Dataset(NamedTuple):
     columns: Mapping[str, np.ndarray] = MappingProxyType({})
     # [num_train] bool: official validation examples, of the training examples
     validation: np.ndarray | None = None
+    cells: Cells | None = None  # of a table, of which `inputs` made x
+    inputs: tuple[Column, ...] = ()
+    classes: tuple[str, ...] | None = None  # their names; None: they are numbers
 
     @property
     def positions(self) -> int | None:
@@ -65,7 +69,13 @@ class Dataset(NamedTuple):
             num_train=num_train,
             columns=columns,
             validation=held,
+            cells=None if self.cells is None else self.cells.take(rows),
         )
+
+    def prepared_by(self, inputs: tuple[Column, ...]) -> "Dataset":
+        """Returns a table with inputs of other numbers, such as `preparation.fit`'s."""
+        assert self.cells is not None
+        return self._replace(x=apply(inputs, self.cells.inputs), inputs=inputs)
 
 
 def from_arrays(
@@ -343,10 +353,12 @@ def describe(dataset: Dataset) -> str:
     kinds = {"f": "targets", "b": "labels"}
     tests = len(dataset.y) - n
     official = f"{n:,} training and {tests:,} test" if tests else f"{n:,}"
+    others = {} if dataset.cells is None else dataset.cells.left_out
+    left = ", ".join(f"{column} ({kind})" for column, kind in others.items())
     return (
         f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{x.min():g}, {x.max():g}], "
         f"{dataset.num_classes:,} {kinds.get(dataset.y.dtype.kind, 'classes')}, "
-        f"{official} examples"
+        f"{official} examples{'; no inputs: ' if left else ''}{left}"
     )
 
 

@@ -32,6 +32,9 @@ def load(
     tokenizer: str | None = None,
     max_length: int | None = None,
     image_size: int | None = None,
+    missing: str | None = None,
+    categories: str | None = None,
+    owner: str | None = None,
 ) -> Dataset:
     """Loads a data set.
 
@@ -52,6 +55,9 @@ def load(
         word for classified texts, char for speakers.
       max_length: most tokens of an example; default: 200, of speakers 80.
       image_size: side to which images of a folder, or of domains, are resized.
+      missing: of a table: `mean`, `median` or `indicator` fills missing numbers.
+      categories: of a table: `onehot` makes an input of each category.
+      owner: of a table: column that identifies clients, and is no input.
 
     Raises:
       InputError: the name is unknown, the data set is not prepared (with the command
@@ -64,6 +70,9 @@ def load(
             tokenizer=tokenizer,
             max_length=max_length,
             image_size=image_size,
+            missing=missing,
+            categories=categories,
+            owner=owner,
             load=lambda part: load(part, data_dir),
         )
     if isinstance(source, str) or callable(source):

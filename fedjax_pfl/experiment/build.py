@@ -33,8 +33,9 @@ from fedjax_pfl.data import (
     partitioners,
     shifts,
 )
-from fedjax_pfl.data.partition import Partition, class_counts, digest, flat, select
-from fedjax_pfl.data.sources import images, text as tokens, tfds
+from fedjax_pfl.data.partition import Partition, class_counts, digest, select
+from fedjax_pfl.data.preparation import Preparation
+from fedjax_pfl.data.sources import images, registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
@@ -52,6 +53,7 @@ from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import (
     config as settings,
     groups,
+    inputs,
     task_options,
     text,
     upload_options,
@@ -90,6 +92,7 @@ class Experiment:
       planned: local steps and examples of each client in a round, [N] each.
       examples: counts of the data set: used, available, and of its whole.
       marks: type of mark on each client's images, without --marks empty.
+      preparation: of new raw rows; None: it is fixed.
       schedule: arrivals of an asynchronous run.
       member: index in a batch of experiments that is one program; None: it is alone.
       batch: number of experiments in the batch.
@@ -109,6 +112,7 @@ class Experiment:
     planned: tuple[np.ndarray, ...]
     examples: dict[str, int]
     marks: tuple[str, ...] = ()
+    preparation: Preparation | None = None
     unseen: Unseen | None = None
     schedule: Schedule | None = None
     member: int | None = None
@@ -192,11 +196,15 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         share, _ = upload_options.malicious(config.uploads)
         bad = trained[chosen(len(trained), share)]
         dataset = shifts.flipped(dataset, everybody, bad)
+    folders, private = pretrained.folders(config.model.name), config.dp is not None
+    if private:
+        inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
-        folders = pretrained.folders(config.model.name)
-        dataset = with_vocabulary(dataset, select(everybody, trained), folders)
+        rows = select(everybody, trained)
+        dataset = inputs.vocabulary(config.data, dataset, rows, folders, private)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
+    prepared = inputs.preparation_of(config.data, dataset, folders)
     everyone = make_task(config, dataset, everybody)
     if public is not None:
         everyone = simulate.with_public(everyone, public)
@@ -239,6 +247,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
         marks=data.marks,
+        preparation=prepared,
         unseen=away,
         schedule=schedule,
     )
@@ -259,9 +268,13 @@ def prepare(
     data: groups.Data, partition: groups.Partition, model: groups.Model, seed: int
 ) -> Prepared:
     """Returns the data of the settings."""
-    whole = load(data, model, seed)
+    whole = load(data, partition, model, seed)
     unmarked, public = divided(data, whole, seed)
     everybody = assign(partition, unmarked, seed)
+    if unmarked.cells is not None:
+        _, of = architectures(model.name, len(everybody.train))
+        trained, _ = draw_unseen(partition.unseen, of, seed)
+        unmarked = inputs.columns(data, unmarked, select(everybody, trained))
     dataset, kinds = unmarked, tuple[str, ...]()
     if data.marks:
         dataset, kinds = marks.mark(dataset, everybody, seed)
@@ -324,11 +337,13 @@ def timetable(
 _load = functools.lru_cache(2)(loading.load)  # for all runs of a sweep
 
 
-def load(data: groups.Data, model: groups.Model, seed: int) -> datasets.Dataset:
+def load(
+    data: groups.Data, partition: groups.Partition, model: groups.Model, seed: int
+) -> datasets.Dataset:
     """Returns the data set of the settings, all of its examples; texts have the tokens
     of a pretrained network, unless --tokenizer is given."""
     tokenizer, folders = data.tokenizer, pretrained.folders(model.name)
-    if tokenizer is None and folders:
+    if tokenizer is None and folders and registry.accepts(data.dataset, "tokenizer"):
         tokenizer = pretrained.tokenizer(folders[0])
     found = _load(
         data.dataset,
@@ -337,23 +352,18 @@ def load(data: groups.Data, model: groups.Model, seed: int) -> datasets.Dataset:
         tokenizer=tokenizer,
         max_length=data.max_length,
         image_size=data.image_size,
+        missing=data.missing,
+        categories=data.categories,
+        owner=partition.column if registry.accepts(data.dataset, "owner") else None,
     )
     for name in ("tokenizer", "max_length"):
         if found.words is None and getattr(data, name) is not None:
             raise InputError(
                 f"--{name} has no effect on {data.dataset}: it has no texts."
             )
+    if data.prepare is not None and found.words is None and found.cells is None:
+        raise InputError(f"--prepare has no effect on {data.dataset}.")
     return found
-
-
-def with_vocabulary(
-    dataset: datasets.Dataset, trained: Partition, folders: Sequence[str]
-) -> datasets.Dataset:
-    """Returns a data set of tokens with the vocabulary of the pretrained network in the
-    first folder, else that of the clients that train."""
-    if folders:
-        return tokens.using(dataset, pretrained.words(folders[0]))
-    return tokens.restricted(dataset, flat(trained.train, trained.train_sizes))
 
 
 def usual_model(dataset: datasets.Dataset) -> str:
@@ -382,7 +392,7 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
     """Returns numbers of rows that give runs of all settings the same shapes."""
     widths = [federate.ROOM]
     for config in configs:
-        whole = load(config.data, config.model, config.seed)
+        whole = load(config.data, config.partition, config.model, config.seed)
         dataset, _ = divided(config.data, whole, config.seed)
         rows = assign(config.partition, dataset, config.seed)
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
@@ -750,11 +760,7 @@ def digests(e: Experiment) -> dict[str, str]:
         "code": user_code.digest(code) or "",
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
-        **(
-            {"noise (of --dp_epsilon in so many --rounds)": str(noise)}
-            if noise is not None
-            else {}
-        ),
+        **({"noise of --dp_epsilon": str(noise)} if noise is not None else {}),
     }
 
 

@@ -85,6 +85,21 @@ class Data(Group):
         "pixels per side of images of imagefolder and domains",
         needs="dataset=imagefolder:|domains:",
     )
+    missing: Literal["mean", "median", "indicator"] | None = setting(
+        None,
+        "fill missing numbers of a table; indicator: by the mean, with an input that "
+        "is 1 where they are",
+        needs="dataset=table:",
+    )
+    categories: Literal["onehot"] | None = setting(
+        None, "make inputs of the categories of a table", needs="dataset=table:"
+    )
+    prepare: str | None = setting(
+        None,
+        "public file whose rows give the vocabulary of texts, or the means, fills and "
+        "categories of a table (none: none is computed; default: of training rows of "
+        "the clients that train)",
+    )
     marks: bool = setting(False, "draw FedDVA's marks: client k has type k mod 4")
     shift: str | None = setting(
         None,
@@ -157,6 +172,12 @@ class Partition(Group):
     def given(self) -> bool:
         """Returns True for a partition of the user's own, which has its own sizes."""
         return self.rule.startswith("file:") or user_code.named(self.rule)
+
+    @property
+    def column(self) -> str | None:
+        """Returns COLUMN of natural:COLUMN."""
+        kind, _, column = self.rule.partition(":")
+        return column if kind == "natural" else None
 
     def check(self) -> None:
         """Raises InputError for an unknown partition."""

@@ -4,6 +4,7 @@ config.json     all settings               versions.json   software, device, rev
 partition.npz   rows of each client        partition.json  digests, unseen clients
 metrics.jsonl   a row per round            scores.jsonl    a row per round, by client
 summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
+preparation.json    of texts and tables: what new raw rows need
 """
 
 import contextlib
@@ -44,7 +45,7 @@ _STARTED = {
     "summary.json",
 }
 # files of a run without a finished round, whose directory is free
-_REFUSED = {"config.json", "vocabulary.json", "checkpoints", *_ROWS}
+_REFUSED = {"config.json", "preparation.json", "checkpoints", *_ROWS}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 _OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
@@ -138,8 +139,8 @@ class RunDirectory:
         self.write("versions.json", now)
         if self._writes:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
-        if e.dataset.words is not None:
-            self.write("vocabulary.json", e.dataset.words)
+        if e.preparation is not None:
+            self.write("preparation.json", e.preparation.as_json())
         self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
         self.write("config.json", e.config.flat())
         return 0, None

@@ -25,10 +25,12 @@ from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.data import federate
+from fedjax_pfl.data.sources import table
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import (
     cli,
     config as settings,
+    groups,
     metrics,
     results,
     selection,
@@ -54,7 +56,7 @@ RUN_FLAGS = {
     "workdir": cli.Flag(str, "run directory (default: named by the settings)"),
     "resume": cli.Flag(bool, "continue the run in the run directory"),
     "list": cli.Flag(bool, "list methods, data sets, partitions, networks, presets"),
-    "describe": cli.Flag(str, "describe a method or a preset"),
+    "describe": cli.Flag(str, "describe a method, a preset or table:PATH"),
 }
 _TEXT = {
     name: flag if flag.kind in (bool, list) else flag._replace(kind=str)
@@ -81,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
     parsed = cli.parse(argv, RUN_FLAGS, __doc__ or "")
     given, user = parsed.given, parsed.settings()
     if given.get("list") or given.get("describe"):
-        print(cli.describe(given["describe"]) if "describe" in given else cli.listing())
+        print(_described(given) if "describe" in given else cli.listing())
         return 0
     cli.start(given)
     if given.get("seeds", 1) == 1:
@@ -94,6 +96,16 @@ def run(argv: Sequence[str]) -> int:
         for seed in range(config.seed, config.seed + given["seeds"])
     ]
     return run_all(found, given.get("runs_at_once", "auto"))
+
+
+def _described(given: Mapping[str, Any]) -> str:
+    """Returns the text of --describe, of a table with the options of a run."""
+    name = given["describe"]
+    if not name.startswith("table:"):
+        return cli.describe(name)
+    owner = groups.Partition(rule=given.get("partition", "")).column
+    path = name.removeprefix("table:")
+    return table.describe(path, given.get("categories"), owner)
 
 
 def sweep(argv: Sequence[str]) -> int:

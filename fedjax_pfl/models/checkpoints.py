@@ -122,12 +122,17 @@ def digest(folder: str) -> str:
 
 
 def words(folder: str) -> tuple[str, ...]:
-    """Returns the texts of the tokens by their number, of tokenizer.json.
+    """Returns `words_of` the tokenizer.json of a folder."""
+    return words_of(Path(folder).expanduser() / "tokenizer.json")
+
+
+def words_of(file: str | Path) -> tuple[str, ...]:
+    """Returns the texts of the tokens of a tokenizer.json by their number.
 
     Raises:
       InputError: it cannot be read.
     """
-    path = Path(folder).expanduser() / "tokenizer.json"
+    path = Path(file).expanduser()
     given = read_json(path)
     known = given.get("model", {}).get("vocab", {})
     if isinstance(known, list):  # pairs of a text and its score

@@ -12,13 +12,20 @@ from flax import nnx, traverse_util
 from fedjax_pfl import user_code
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models import nnx_model
-from fedjax_pfl.models.checkpoints import Files, digest, read_config, read_json, words
+from fedjax_pfl.models.checkpoints import (
+    Files,
+    digest,
+    read_config,
+    read_json,
+    words,
+    words_of,
+)
 from fedjax_pfl.models.families import TYPES, Family
 from fedjax_pfl.models.nets import Shape
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, Model, PyTree
 
-__all__ = ["Pretrained", "digest", "load", "model", "words"]
+__all__ = ["Pretrained", "digest", "load", "model", "words", "words_of"]
 
 PREFIX = "pretrained:"  # of --model=pretrained:FOLDER
 user_code.reserve((PREFIX, "blocks:", "file:"))

@@ -2,9 +2,11 @@ import json
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 from fedjax_pfl import averaging
+from fedjax_pfl.data.preparation import Preparation
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
@@ -171,7 +173,8 @@ def test_the_vocabulary_is_that_of_the_clients_that_train(tmp_path):
     assert (e.unmarked.x != e.dataset.x).any()
     directory = RunDirectory(tmp_path / "run")
     directory.open(e)
-    assert directory.read("vocabulary.json") == list(e.dataset.words)
+    assert Preparation.from_json(directory.read("preparation.json")) == e.preparation
+    assert e.preparation.words == e.dataset.words
 
 
 def test_shifts_and_augmentation_are_settings():
@@ -181,3 +184,78 @@ def test_shifts_and_augmentation_are_settings():
     turned = np.rot90(e.unmarked.x[mine[1]], axes=(1, 2))
     assert np.array_equal(e.dataset.x[mine[1]], turned)
     assert e.task.augment is not None
+
+
+def sites(path, rows=60):
+    """Writes a table of four sites, with a gap and a category."""
+    rng = np.random.default_rng(0)
+    lines = ["site,age,kind,label"]
+    for i in range(rows):
+        age = "" if i == 7 else f"{rng.normal(50 + 10 * (i % 4), 5):.2f}"
+        lines.append(f"{i % 4},{age},{'abc'[i % 3]},{i // 4 % 2}")
+    path.write_text("\n".join(lines))
+    return f"table:{path}"
+
+
+TABLE = {"partition": "natural:site", "clients": None, "model": "linear"}
+
+
+def test_tables_are_prepared_by_the_clients_that_train(tmp_path):
+    made = {"dataset": sites(tmp_path / "sites.csv"), "data_fraction": 1.0} | TABLE
+    e = make(**made, missing="indicator", categories="onehot", unseen=0.3)
+    (away,) = e.unseen.ids
+    rows = np.concatenate(
+        [x[:n] for x, n in zip(e.partition.train, e.partition.train_sizes, strict=True)]
+    )
+    frame = pd.read_csv(tmp_path / "sites.csv")
+    assert away not in set(frame.site[rows])
+    age = frame.age[rows]
+    filled = age.fillna(age.mean())
+    column, kind = e.preparation.columns
+    np.testing.assert_allclose(column.mean, filled.mean())
+    np.testing.assert_allclose(column.scale, filled.std(ddof=0))
+    assert kind.categories == ("a", "b", "c")
+    found = e.preparation.inputs(frame)
+    np.testing.assert_allclose(found, e.dataset.x, rtol=1e-6)
+    assert found.shape == (60, 1 + age.isna().any() + 3)
+    directory = RunDirectory(tmp_path / "run")
+    directory.open(e)
+    kept = directory.read("preparation.json")
+    assert Preparation.from_json(kept) == e.preparation
+
+
+def test_private_runs_prepare_tables_by_public_rows(tmp_path):
+    made = {"dataset": sites(tmp_path / "sites.csv"), "data_fraction": 1.0} | TABLE
+    made |= {"missing": "mean", "dp": "client", "dp_noise": 1.0}
+    with pytest.raises(InputError, match="excludes means and deviations of clients'"):
+        make(**made)
+    plain = make(**made, prepare="none")
+    frame = pd.read_csv(tmp_path / "sites.csv")
+    np.testing.assert_allclose(plain.dataset.x[:, 0], frame.age.fillna(0), rtol=1e-6)
+    public = tmp_path / "public.csv"
+    public.write_text("age,label\n0,0\n4,1\n")
+    e = make(**made, prepare=str(public))
+    wanted = (frame.age.fillna(2) - 2) / 2
+    np.testing.assert_allclose(e.dataset.x[:, 0], wanted, rtol=1e-6)
+    assert e.preparation.source == str(public)
+    public.write_text("ages,label\n0,0\n4,1\n")
+    with pytest.raises(InputError, match="must have the input age"):
+        make(**made, prepare=str(public))
+
+
+def test_private_runs_of_texts_need_a_public_vocabulary(tmp_path):
+    rows = [f"word{i} good,{i % 2}" for i in range(40)]
+    path, public = tmp_path / "a.csv", tmp_path / "b.csv"
+    path.write_text("\n".join(["text,label", *rows]))
+    public.write_text("text,label\nword1 fine,0\n")
+    made = {"dataset": f"text:{path}", "data_fraction": 1.0, "partition": "iid"}
+    made |= {"clients": 2, "model": "fasttext", "dp": "client", "dp_noise": 1.0}
+    with pytest.raises(InputError, match="excludes a vocabulary of clients' rows"):
+        make(**made)
+    with pytest.raises(InputError, match=r"needs --tokenizer=FILE\.json"):
+        make(**made, prepare="none")
+    e = make(**made, prepare=str(public))
+    assert e.dataset.words == ("<pad>", "<unk>", "word1", "fine")
+    assert e.dataset.x[1].tolist() == [2, 1]
+    with pytest.raises(InputError, match="--prepare has no effect on digits"):
+        make(prepare="none")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedjax_pfl.data.datasets import Dataset, checked
-from fedjax_pfl.errors import choose
+from fedjax_pfl.errors import InputError, choose
 
 Loader = Callable[..., Dataset]
 # {NAME, or KIND:ARGUMENT: description}
@@ -30,6 +30,12 @@ def register(name: str, description: str) -> Callable[[Loader], Loader]:
     return add
 
 
+def accepts(name: str, option: str) -> bool:
+    """Returns whether the loader of a data set has an option."""
+    kind = name if name in _LOADERS else name.partition(":")[0]
+    return kind in _LOADERS and option in inspect.signature(_LOADERS[kind]).parameters
+
+
 def load(name: str, **options: Any) -> Dataset:
     """Loads a registered data set, such as `digits` or `npz:mine.npz`.
 
@@ -37,10 +43,13 @@ def load(name: str, **options: Any) -> Dataset:
       InputError: an unknown name, or what its loader raises.
     """
     kind, colon, argument = name.partition(":")
-    known = {x.partition(":")[0] for x in DESCRIPTIONS if ":" in x}
-    if not colon or kind not in known:
+    kinds = {x.partition(":")[0] for x in DESCRIPTIONS if ":" in x}
+    if not colon or kind not in kinds:
         choose("data set", name, DESCRIPTIONS)
     loader = _LOADERS[kind if colon else name]
-    parameters = inspect.signature(loader).parameters
-    given = {x: value for x, value in options.items() if x in parameters}
+    known = inspect.signature(loader).parameters
+    for option, value in options.items():
+        if value is not None and option not in {*known, "data_dir", "load"}:
+            raise InputError(f"--{option} has no effect on {name}.")
+    given = {x: value for x, value in options.items() if x in known}
     return checked(loader(*([argument] if colon else []), **given))

@@ -1,17 +1,14 @@
 """Texts as rows of token ids: classified texts, and the next token by speaker."""
 
-import csv
-import gzip
-import io
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, prepare_integers
+from fedjax_pfl.data.preparation import check_missing, words as words_of
+from fedjax_pfl.data.sources import rows
 from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, in_one_line
 
@@ -115,10 +112,10 @@ def spoken(
     x, y, speakers = list[np.ndarray](), list[np.ndarray](), list[str]()
     for speaker, ids in zip(texts, numbered, strict=True):
         count = -(-(len(ids) - 1) // length) if len(ids) > 1 else 0
-        for rows, part, fill in ((x, ids[:-1], PADDING), (y, ids[1:], -1)):
+        for found, part, fill in ((x, ids[:-1], PADDING), (y, ids[1:], -1)):
             padded = np.full(count * length, fill, np.int32)
             padded[: len(part)] = part if count else ()
-            rows.append(padded.reshape(count, length))
+            found.append(padded.reshape(count, length))
         speakers += [speaker] * count
     if not speakers:
         raise InputError(f"{name} must have a speaker with two tokens or more.")
@@ -201,25 +198,33 @@ def load(
     """Reads texts from a file, .gz or not.
 
     Args:
-      path: a JSON object {speaker: text}; or .csv, .json or .jsonl rows with the
-        columns `text` and `label`, optionally `split` (train or test) and others.
+      path: a JSON object {speaker: text}; or .csv, .tsv, .json or .jsonl rows with the
+        columns `text` and `label`, optionally `split` (train, val or test) and others.
       tokenizer: as `tokens` of `classified` and `spoken`.
       max_length: as there.
 
     Raises:
       InputError: the file cannot be read, or has other content.
     """
-    name, content = f"text:{path}", read(path)
+    name, content = f"text:{path}", rows.read(path, lambda column: True)
     if isinstance(content, dict):
         if not all(isinstance(text, str) for text in content.values()):
             raise InputError(f"{path} must be an object of speakers and their texts.")
         return spoken(name, content, tokens=tokenizer, max_length=max_length)
-    columns, num_train = as_columns(path, content, ("text", "label"))
-    y, classes = classes_of(columns.pop("label"))
-    texts = [str(text) for text in columns.pop("text")]
-    return classified(
+    for column in ("text", "label"):
+        if column not in content:
+            found = ", ".join(map(repr, content))
+            raise InputError(f"{path} must have a column {column}, got {found}.")
+    columns = {column: words_of(content[column]) for column in content}
+    check_missing(f"{path}: text", columns["text"], False)
+    y, classes, names = rows.classes(f"{path}: label", columns.pop("label"))
+    order, num_train, validation = rows.split(path, content)
+    if order is not None:
+        columns = {column: cells[order] for column, cells in columns.items()}
+        y, _ = y[order], columns.pop("split")
+    made = classified(
         name,
-        texts,
+        columns.pop("text").tolist(),
         y,
         num_train=num_train,
         num_classes=classes,
@@ -227,60 +232,4 @@ def load(
         tokens=tokenizer,
         max_length=max_length,
     )
-
-
-def read(path: str) -> Any:
-    """Reads a .csv (a list of rows), JSON, or JSON lines (a list), compressed or not.
-
-    Raises:
-      InputError: the file cannot be read.
-    """
-    file = Path(path).expanduser()
-    try:
-        data = file.read_bytes()
-        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
-        if file.name.removesuffix(".gz").endswith(".csv"):
-            return list(csv.DictReader(io.StringIO(text)))
-        if file.name.removesuffix(".gz").endswith(".jsonl"):
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        return json.loads(text)
-    except (OSError, EOFError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({in_one_line(error)}).") from error
-
-
-def as_columns(
-    path: str, rows: Any, required: tuple[str, ...]
-) -> tuple[dict[str, np.ndarray], int]:
-    """Returns the columns of rows, those with split=train first, and their number.
-
-    Raises:
-      InputError: there are no rows, or they lack a column.
-    """
-    if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict):
-        raise InputError(f"{path} must hold rows with named columns.")
-    for name in required:
-        for i, row in enumerate(rows):
-            if row.get(name) is None:
-                raise InputError(
-                    f"{path} must have the columns {', '.join(required)}: row {i + 1} "
-                    f"has no {name}."
-                )
-    train = [row for row in rows if row.get("split", "train") != "test"]
-    rows = train + [row for row in rows if row.get("split", "train") == "test"]
-    if not train:
-        raise InputError(f"{path} must have rows with split=train.")
-    names = [name for name in rows[0] if name != "split"]
-    return {name: np.array([row.get(name) for row in rows]) for name in names}, len(
-        train
-    )
-
-
-def classes_of(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns class numbers [n] and C of labels: whole numbers as they are, others in
-    sorted order."""
-    words = [str(value) for value in values]
-    if all(word.isdecimal() for word in words):
-        y = np.array(words, int)
-        return y, int(y.max()) + 1
-    names, y = np.unique(words, return_inverse=True)
-    return y, len(names)
+    return made._replace(validation=validation, classes=names)
