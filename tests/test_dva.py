@@ -162,10 +162,44 @@ def test_paper_max_is_the_larger_of_both_and_its_limits():
     )
 
 
-def test_rows_that_do_not_count_change_nothing():
+@pytest.mark.parametrize("xi", [-1e4, 0.5, 30.0])
+def test_the_released_regulariser_is_the_plain_loop(xi):
+    q, floor = gaussian(0, offset=1.0), 0.01
+    m, v = (np.asarray(x, np.float64) for x in (q.mean, np.exp(q.log_var)))
+    valid = np.flatnonzero(MASK)
+    centre = m[valid].mean(axis=0)
+    for i in valid:
+        near = 0.5 * np.sum((m[i] - centre) ** 2 + v[i] - np.log(v[i]) - 1)
+        far = 0.5 * np.sum(m[i] ** 2 + v[i] - np.log(v[i]) - 1)
+        pairs = [
+            np.sum(
+                ((m[i] - m[j]) ** 2 + v[i]) / (v[j] + floor) - np.log(v[i] / v[j]) - 1
+            )
+            for j in valid
+        ]
+        expected = near + max(xi + 0.5 * np.mean(pairs) - far, 0)
+        found = dva.gathered_term(q, MASK, xi, floor)[i]
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_only_the_released_regulariser_moves_equal_posteriors_off_the_origin():
+    """Equal ones have A = 0. While B < xi the paper's maximum is constant."""
+    q = Gaussian(jnp.full((6, 2), 0.5), jnp.zeros((6, 2)))
+    slope = lambda term: jax.grad(
+        lambda x: term(q._replace(mean=x), MASK, 8.0)[MASK].sum()
+    )(q.mean)[MASK]
+    close(slope(dva.personal_term), jnp.zeros((4, 2)))
+    close(slope(dva.gathered_term), jnp.full((4, 2), -0.5))
+    # it stops once the batch is far enough: B = |mean|^2 / 2 > xi
+    q = q._replace(mean=jnp.full((6, 2), 3.0))
+    close(slope(dva.gathered_term), jnp.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("term", [dva.personal_term, dva.gathered_term])
+def test_rows_that_do_not_count_change_nothing(term):
     q = gaussian(0)
     other = jax.tree.map(lambda a: jnp.where(MASK[:, None], a, 7.0), q)
-    of_valid = lambda q: jnp.where(MASK, dva.personal_term(q, MASK, 1.0), 0)
+    of_valid = lambda q: jnp.where(MASK, term(q, MASK, 1.0), 0)
     close(of_valid(q), of_valid(other), 1e-6)
 
 
@@ -284,8 +318,22 @@ def test_the_shared_parts():
     assert dva_phases.shared_parts(NETS, "shared") == ("z", "c", "head")
 
 
-def test_the_objective_is_the_formula():
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_detached_z_has_no_gradient_by_c(detach):
+    variables, b = dva_phases.init(PLAIN, jax.random.key(0)), batch()
+
+    def c(z):
+        given = {**variables, "z": z}
+        return jnp.sum(dva_phases.forward(PLAIN, given, b.x, detach=detach).c.mean)
+
+    slopes = jax.tree.leaves(jax.grad(c)(variables["z"]))
+    assert any(np.any(slope) for slope in slopes) != detach
+
+
+@pytest.mark.parametrize("variant", ["paper", "code"])
+def test_the_objective_is_the_formula(variant):
     """alpha, beta and the weight of the classification, term by term at one draw."""
+    term = dva.gathered_term if variant == "code" else dva.personal_term
     variables, b, key = (
         dva_phases.init(NETS, jax.random.key(0)),
         batch(),
@@ -296,11 +344,12 @@ def test_the_objective_is_the_formula():
     expected = losses.masked_mean(
         dva.reconstruction(b.x, out.mean)
         + 2 * dva.kl_standard(out.z)
-        + 3 * dva.personal_term(out.c, MASK, 1.5),
+        + 3 * term(out.c, MASK, 1.5),
         MASK,
     )
     expected += 4 * losses.cross_entropy(logits, b.y, MASK)
-    encoders = dva_phases.phases(NETS, alpha=2.0, beta=3.0, xi=1.5, cls=4.0)[1]
+    weights = {"alpha": 2.0, "beta": 3.0, "xi": 1.5, "cls": 4.0}
+    encoders = dva_phases.phases(NETS, **weights, variant=variant)[1]
     close(encoders.loss(variables, b, key)[0], expected, 1e-4)
 
 

@@ -760,7 +760,11 @@ def digests(e: Experiment) -> dict[str, str]:
         "code": user_code.digest(code) or "",
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
-        **({"noise of --dp_epsilon": str(noise)} if noise is not None else {}),
+        **(
+            {"noise (of --dp_epsilon in so many --rounds)": str(noise)}
+            if noise is not None
+            else {}
+        ),
     }
 
 

@@ -186,7 +186,8 @@ def row(
         by[name] = (x, e.unseen.partition if e.unseen else e.partition)
     if m is not None:
         if e.config.dp is not None:
-            found["epsilon"] = guarantee(e, result.round + 1).epsilon
+            private = guarantee(e, result.round + 1)
+            found |= {"epsilon": private.epsilon, "delta": private.delta}
         if e.schedule is not None:
             found[CLOCK] = _duration(e.schedule.seconds, result.round)
         for name, x in zip(("steps", "examples"), e.planned, strict=True):

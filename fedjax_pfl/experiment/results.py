@@ -8,6 +8,7 @@ data and build networks.
 
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.types import RunState
+from fedjax_pfl.uploads.privacy import Guarantee
 
 # settings of the data, in which all runs of a comparison are expected to agree
 DATA = (
@@ -498,6 +500,22 @@ def _published(seeds: pd.DataFrame, label: Any, run: Run) -> dict[str, str]:
     }
 
 
+def guarantee(config: Mapping[str, Any], rounds: pd.DataFrame) -> Guarantee:
+    """Returns the differential privacy of all rounds of a run with --dp.
+
+    Args:
+      config: as of `Run`.
+      rounds: `Run.metrics`.
+    """
+    known = rounds.reindex(columns=["epsilon", "delta"]).max()
+    # metrics.jsonl has null for infinity
+    epsilon = math.inf if math.isnan(known["epsilon"]) else float(known["epsilon"])
+    unit, sampling = "clients", config.get("dp_sampling", "fixed")
+    if config["dp"] == "example":
+        unit, sampling = "examples", "poisson"
+    return Guarantee(unit, epsilon, float(known["delta"]), sampling)
+
+
 def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
     """Returns what the runs of a label took; rounds of several as their range."""
     spent = rows.groupby("run")[[*COSTS, "examples", "first_examples"]].max()
@@ -507,7 +525,7 @@ def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
     cells |= {title: number(means[name]) for name, title in COSTS.items()}
     cells["rounds"] = " to ".join(map(str, ends))
     if "epsilon" in run.metrics:
-        cells["epsilon"] = number(run.metrics["epsilon"].max())
+        cells["privacy"] = str(guarantee(run.config, run.metrics))
     if cost:
         first, later = flops(run)
         total = means["examples"] * later + means["first_examples"] * (first - later)

@@ -51,7 +51,7 @@ def one_round(active=(True, True), numbers=None, **fixed):
 def test_one_client_is_a_plain_loop_over_the_phases():
     """The average of one upload is the upload; the first phase has the client's key,
     each further one its own."""
-    state, metrics = one_round((True, False))
+    state, metrics = one_round((True, False), variant="paper")
     nets, _ = networks(TASK, 2, 2, 8)
 
     @jax.jit
@@ -86,7 +86,8 @@ def test_without_slack_the_regulariser_is_the_divergence():
     """xi below any bound: R_c = KL(q(c|x, z) || N(0, I)) whatever xi; with slack it is
     not."""
     low, lower, high = (
-        one_round(numbers={"xi": xi})[0].server for xi in (-1e4, -1e6, 8.0)
+        one_round(numbers={"xi": xi}, variant="paper")[0].server
+        for xi in (-1e4, -1e6, 8.0)
     )
     assert_same(low, lower)
     assert trees.sq_dist(low["c"], high["c"]) > 1e-6
@@ -169,12 +170,23 @@ def test_inputs_that_are_no_images_are_said():
         factory(toy.task())
 
 
-def test_the_slack_is_for_each_dimension_of_c(monkeypatch):
+@pytest.mark.parametrize(
+    "given, xi, floor",
+    [
+        ({}, 1.0, 0.01),
+        ({"variant": "paper"}, 16.0, 0.0),
+        ({"variant": "paper", "floor": 0.1, "xi": 3.0}, 6.0, 0.1),
+        ({"xi": 8.0}, 16.0, 0.01),
+    ],
+)
+def test_slack_and_floor_are_those_of_the_variant(monkeypatch, given, xi, floor):
     seen, made = [], dva_phases.phases
     monkeypatch.setattr(
         dva_phases,
         "phases",
-        lambda *given, **named: seen.append(named["xi"]) or made(*given, **named),
+        lambda *given, **named: seen.append(named) or made(*given, **named),
     )
-    factory(TASK, latent=3, personal=2, hidden=8, xi=8.0)
-    assert seen == [16.0]
+    factory(TASK, latent=3, personal=2, hidden=8, **given)
+    # the slack is for each of the two dimensions of c
+    assert (seen[0]["xi"], seen[0]["floor"]) == (xi, floor)
+    assert seen[0]["variant"] == given.get("variant", "code")

@@ -4,13 +4,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pandas as pd
 import pytest
 import toy
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import config
+from fedjax_pfl.experiment import config, results
 from fedjax_pfl.experiment.build import method
 from fedjax_pfl.experiment.upload_options import options, with_malicious
 from fedjax_pfl.uploads.privacy import guarantee
@@ -102,3 +104,16 @@ def test_a_target_sets_the_noise_of_the_clients_that_train():
 def test_values_are_checked(given, message):
     with pytest.raises(InputError, match=message):
         resolved(**given)
+
+
+@pytest.mark.parametrize(
+    ("dp", "epsilon", "wanted"),
+    [
+        ("client", 4.0, "epsilon 4 of clients, delta 0.1, fixed sampling"),
+        ("example", np.nan, "epsilon inf of examples, delta 0.1, poisson sampling"),
+    ],
+)
+def test_a_guarantee_has_unit_delta_and_sampling(dp, epsilon, wanted):
+    rows = pd.DataFrame({"epsilon": [epsilon, np.nan], "delta": [0.1, np.nan]})
+    private = results.guarantee({"dp": dp}, rows)
+    assert str(private) == wanted

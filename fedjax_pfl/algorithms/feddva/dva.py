@@ -87,6 +87,25 @@ def personal_term(q: Gaussian, mask: Array, xi: Numeric, floor: Numeric = 0.0) -
     return divergence + jax.nn.relu(xi + mixture_bound(q, mask, floor) - divergence)
 
 
+def gathered_term(q: Gaussian, mask: Array, xi: Numeric, floor: Numeric = 0.0) -> Array:
+    """Computes the regulariser R_c of the released code for each example, [B].
+
+    KL(q || N(m, I)), m the mean of the batch's posterior means, plus
+    relu(xi + `mixture_bound` - KL(q || N(0, I))). While the second part is positive it
+    moves the batch away from the origin. m is a constant in the gradient.
+
+    Args:
+      q: q(c|x, z).
+      mask: [B] bool, the valid examples.
+      xi: slack in nats; 0.5 in its notebooks, for one dimension.
+      floor: as of `mixture_bound`.
+    """
+    centre = lax.stop_gradient(_mean(q.mean, mask))
+    near = kl_standard(q._replace(mean=q.mean - centre))
+    missing = xi + mixture_bound(q, mask, floor) - kl_standard(q)
+    return near + jax.nn.relu(missing)
+
+
 def reconstruction(x: Array, mean: Array) -> Array:
     """Computes half the squared error of images, the negative log-likelihood of a
     Gaussian of unit variance without its constant, [B].

@@ -31,6 +31,9 @@ from fedjax_pfl.types import (
     Update,
 )
 
+# `xi` and `floor` of each variant
+DEFAULTS = {"code": (0.5, 0.01), "paper": (8.0, 0.0)}
+
 
 # a factory is called whenever something is traced, and building takes half a second
 @functools.lru_cache(maxsize=8)
@@ -84,12 +87,13 @@ def feddva(
     hidden: Annotated[int, Ge(4)] = 512,
     alpha: Annotated[float, Ge(0)] = 1.0,
     beta: Annotated[float, Ge(0)] = 0.75,
-    xi: Annotated[float, Ge(0)] = 8.0,
+    xi: Annotated[float, Ge(0)] | None = None,
     head: Literal["none", "personal", "shared"] = "none",
-    cls: Annotated[float, Ge(0)] = 1.0,
+    cls: Annotated[float, Ge(0)] = 10_000.0,
     head_epochs: Annotated[int, Interval(ge=0, le=10_000)] = 0,
     head_lr: Annotated[float, Ge(0)] | None = None,
-    floor: Annotated[float, Ge(0)] = 0.0,
+    floor: Annotated[float, Ge(0)] | None = None,
+    variant: Literal["code", "paper"] = "code",
     exchange: Literal["encoders", "z"] = "encoders",
 ) -> Method:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
@@ -106,17 +110,20 @@ def feddva(
       alpha: weight of KL(q(z|x) || N(0, I)) (α) in [0, inf); 1 in the paper.
       beta: weight of the personal regulariser R_c (β) in [0, inf); 0.75 in the paper, 1
         in its code.
-      xi: slack of R_c in [0, inf), in nats for each dimension of c; 8 in the paper (ξ =
-        8 d_c), 0.5 in its notebooks.
+      xi: slack of R_c in [0, inf), in nats for each dimension of c; default 8 with
+        variant=paper (ξ = 8 d_c), 0.5 with variant=code, as in its notebooks.
       head: a classifier of [z; c], one of none, personal (kept by its client),
         shared.
-      cls: weight of its cross entropy in [0, inf); 1, as neither the paper nor its code
-        gives one.
+      cls: weight of its cross entropy in [0, inf); 10000, as neither the paper nor its
+        code gives one: the reconstruction is a sum over all pixels.
       head_epochs: epochs in [0, 10000] of the classifier alone, with frozen encoders,
         after both phases; 0 as in the paper.
       head_lr: its learning rate in [0, inf) in these epochs; default the task's.
       floor: added to the variances in the denominators of R_c's divergence, in [0,
-        inf); 0 as in the paper, 0.01 in its code.
+        inf); default 0 with variant=paper, 0.01 with variant=code.
+      variant: of R_c, one of code (a divergence from the batch's own mean and a hinge,
+        `dva.gathered_term`, and z is a constant for the encoder of c), paper (Eq. 7 as
+        printed).
       exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
         of c is kept by its client).
 
@@ -125,21 +132,27 @@ def feddva(
         2^k pixels, k >= 3 (28, 30, 32; 60, 62, 64), or a value out of range.
 
     Note:
-      As in the paper there are two phases; the released code has three, with c drawn
-      from its prior in the first two, a hinge as R_c and a focal reconstruction. The
-      batch's mixture is a constant in R_c's gradient, as in the code. Each phase is
-      the task's whole local work with a fresh optimizer; the paper's is
-      Adam with rate 0.001. The server weights encoders by training examples (the
-      paper's sum over all clients, of losses that are sums over examples, counts sizes
-      twice). Running statistics always stay with their client, as in the code. Scores
-      are taken at the posterior means; `loss` is the encoders'. No term asks c to
-      differ between clients: a client's decoder knows its client, R_c binds examples of
-      one client only. With a shared encoder of c, c separates clients by accident.
+      Eq. 7 as printed, a maximum, is constant while c is a constant near the prior, so
+      that c holds nothing. Hence variant=code. As in the paper there are two phases.
+      The released code has three, with c drawn from its prior in the first two, and a
+      focal reconstruction. The batch's mixture is a constant in R_c's gradient, as in
+      the code. Each phase is the task's whole local work with a fresh optimizer; the
+      paper's is Adam with rate 0.001. The server weights encoders by training examples
+      (the paper's sum over all clients, of losses that are sums over examples, counts
+      sizes twice). Running statistics always stay with their client, as in the code.
+      Scores are taken at the posterior means; `loss` is the encoders'. No term asks c
+      to differ between clients: a client's decoder knows its client, R_c binds examples
+      of one client only. With a shared encoder of c, c separates clients by accident.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
+    usual_xi, usual_floor = DEFAULTS[variant]
+    xi = usual_xi if xi is None else xi
+    floor = usual_floor if floor is None else floor
     weights = {"alpha": alpha, "beta": beta, "xi": xi * personal, "cls": cls}
-    decoder, encoders = dva_phases.phases(nets, owner, **weights, floor=floor)
+    decoder, encoders = dva_phases.phases(
+        nets, owner, **weights, floor=floor, variant=variant
+    )
     alone = dva_phases.head_phase(nets)
     if head_epochs and head == "none":
         raise InputError("`head_epochs` needs a classifier: head=personal or shared.")

@@ -7,7 +7,7 @@ with labels also "head".
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,14 @@ def forward(
     key: Array | None = None,
     *,
     train: bool = False,
+    detach: bool = False,
 ) -> Pass:
     """Encodes and decodes images x [B, H, W, C].
 
     Args:
       key: of one draw of each latent; without it they are the posterior means.
       train: normalises by the batch's statistics and moves the running ones.
+      detach: treats z as a constant where it enters the encoder of c.
     """
     stats = dict(variables["stats"])
 
@@ -92,7 +94,7 @@ def forward(
     key_z, key_c = (None, None) if key is None else jax.random.split(key)
     q_z = run("z", x)
     z = draw(key_z, q_z)
-    q_c = run("c", (x, z))
+    q_c = run("c", (x, jax.lax.stop_gradient(z) if detach else z))
     latents = jnp.concatenate([z, draw(key_c, q_c)], axis=-1)
     return Pass(q_z, q_c, latents, run("decoder", latents), stats)
 
@@ -106,6 +108,7 @@ def phases(
     xi: Numeric = 32.0,
     cls: Numeric = 1.0,
     floor: Numeric = 0.0,
+    variant: Literal["code", "paper"] = "paper",
 ) -> tuple[Phase, Phase]:
     """Makes the two phases of a client's round: the decoder on the reconstruction with
     frozen encoders, then both encoders on the whole loss (Eq. 4) with a frozen decoder.
@@ -118,6 +121,8 @@ def phases(
       xi: slack of R_c in nats; 8 d_c in the paper.
       cls: weight of the cross entropy in both phases, where there is a classifier.
       floor: of the variances in R_c, as of `dva.mixture_bound`.
+      variant: R_c as in the paper (`dva.personal_term`), or that of the released code
+        (`dva.gathered_term`) with z a constant for the encoder of c.
 
     Note:
       The paper's listing prints the weight of R_c with the sign of the log-likelihood,
@@ -125,12 +130,17 @@ def phases(
       phases, those of frozen networks too.
     """
 
+    code = variant == "code"
+    personal = dva.gathered_term if code else dva.personal_term
+
     def loss(variables, batch, key, encoders):
-        out = forward(nets, variables, batch.x, batch.mask, key, train=True)
+        out = forward(
+            nets, variables, batch.x, batch.mask, key, train=True, detach=code
+        )
         value = dva.reconstruction(batch.x, out.mean)
         if encoders:
             value = value + alpha * dva.kl_standard(out.z)
-            value = value + beta * dva.personal_term(out.c, batch.mask, xi, floor)
+            value = value + beta * personal(out.c, batch.mask, xi, floor)
         total = losses.masked_mean(value, batch.mask)
         if nets.head is not None:
             logits = _logits(nets, variables, out.latents)
