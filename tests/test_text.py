@@ -321,6 +321,55 @@ def test_a_tokenizer_of_hugging_face(tmp_path):
     assert known.x.shape == (2, 2) and known.x[0, 1] == known.x[1, 0] > text.UNKNOWN
 
 
+def bert_like(folder, **options):
+    """Writes a tokenizer.json with [CLS] and [SEP], and returns its path."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "old"]
+    number = {word: i for i, word in enumerate(words)}
+    model = tokenizers.models.WordLevel(number, unk_token="[UNK]")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    if "truncation" in options:
+        made.enable_truncation(options["truncation"])
+    if "padding" in options:
+        made.enable_padding(length=options["padding"], pad_token="[PAD]")
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 9])
+@pytest.mark.parametrize("options", [{}, {"truncation": 3}, {"padding": 12}])
+def test_texts_are_cut_as_by_transformers(length, options, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = bert_like(tmp_path, **options)
+    texts = ["good old film", "bad old old film good film", "new"]
+    known = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
+    ids = [known(x, truncation=True, max_length=length)["input_ids"] for x in texts]
+    wanted = [known.convert_ids_to_tokens(row) for row in ids]
+    labels = np.array([0, 1, 0])
+    data = text.classified("mine", texts, labels, tokens=path, max_length=length)
+    assert [[data.words[i] for i in row if i] for row in data.x] == wanted
+    assert wanted[1][-1] == "[SEP]" and "[PAD]" not in data.words
+    again = text.encode(texts, data.words, data.x.shape[1], path)
+    assert np.array_equal(again, data.x)
+
+
+def test_a_tokenizer_file_does_not_cut_speakers(tmp_path):
+    path = bert_like(tmp_path, truncation=3, padding=12)
+    data = text.spoken("mine", {"ada": "good old film " * 20}, tokens=path)
+    assert (data.y >= 0).sum() == 61  # of 62 tokens
+    assert "[PAD]" not in data.words
+
+
+def test_a_length_without_room_for_special_tokens_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"`max_length` must be in \[2, inf\), got 1"):
+        text.tokenizer(bert_like(tmp_path), 1)
+
+
 def test_a_tokenizer_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=r"pip install -e '\.\[data\]' adds it"):

@@ -43,6 +43,7 @@ class Dataset(NamedTuple):
     cells: Cells | None = None  # of a table, of which `inputs` made x
     inputs: tuple[Column, ...] = ()
     classes: tuple[str, ...] | None = None  # their names; None: they are numbers
+    note: str = ""  # how files were read, for the first lines of a run
 
     @property
     def positions(self) -> int | None:
@@ -353,12 +354,10 @@ def describe(dataset: Dataset) -> str:
     kinds = {"f": "targets", "b": "labels"}
     tests = len(dataset.y) - n
     official = f"{n:,} training and {tests:,} test" if tests else f"{n:,}"
-    others = {} if dataset.cells is None else dataset.cells.left_out
-    left = ", ".join(f"{column} ({kind})" for column, kind in others.items())
     return (
         f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{x.min():g}, {x.max():g}], "
         f"{dataset.num_classes:,} {kinds.get(dataset.y.dtype.kind, 'classes')}, "
-        f"{official} examples{'; no inputs: ' if left else ''}{left}"
+        f"{official} examples{'; ' if dataset.note else ''}{dataset.note}"
     )
 
 

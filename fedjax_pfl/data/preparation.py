@@ -36,7 +36,6 @@ class Cells(NamedTuple):
     # {input: [n]}: numbers with NaN where missing, or categories with None
     inputs: Mapping[str, np.ndarray]
     missing: str | None  # of FILLS; None: no cell is missing
-    left_out: Mapping[str, str]  # {column that is no input: its type}
 
     def take(self, rows: np.ndarray) -> "Cells":
         """Returns the cells of some rows."""
@@ -80,7 +79,8 @@ class Preparation(NamedTuple):
             elif cells is None:
                 raise InputError(f"{column.name} must be numbers.")
             else:
-                check_missing(column.name, cells, column.fill is not None)
+                if column.fill is None:
+                    check_missing(column.name, cells)
                 found[column.name] = cells
         return apply(self.columns, found)
 
@@ -233,17 +233,14 @@ def _number(word: Any) -> float | None:
         return None
 
 
-def check_missing(name: str, values: np.ndarray, filled: bool) -> None:
-    """Raises InputError for missing cells that nothing fills."""
+def check_missing(name: str, values: np.ndarray, hint: str = "") -> None:
+    """Raises InputError for a missing cell."""
     import pandas as pd
 
     gaps = np.asarray(pd.isna(values))
-    if gaps.any() and not filled:
+    if gaps.any():
         row, count = int(np.argmax(gaps)) + 1, int(gaps.sum())
-        raise InputError(
-            f"{name} of row {row} is missing, {count:,} in all. "
-            f"--missing={'|'.join(FILLS)} fills missing inputs."
-        )
+        raise InputError(f"{name} of row {row} is missing, {count:,} in all.{hint}")
 
 
 def words(cells: Any) -> np.ndarray:

@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.data import cache
-from fedjax_pfl.data.datasets import Dataset, prepare_images
+from fedjax_pfl.data.datasets import SPLITS, Dataset, prepare_floats, prepare_images
 from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.types import Array
@@ -19,7 +18,8 @@ from fedjax_pfl.types import Array
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm")
 AUGMENTATIONS = ("none", "flip", "crop_flip")
 MARGIN = 4  # pixels of `crop_flip`
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
+_ORIENTATION = 0x0112  # tag of EXIF
 File = tuple[Path, str, str]  # its class and its client, "" where there are none
 
 
@@ -32,39 +32,52 @@ def load(path: str, image_size: int | None = None) -> Dataset:
     """Reads a folder of images, from the cache where that is fresh.
 
     Layouts: `CLASS/*.png`; `CLIENT/CLASS/*.png`, which gives the column `client`;
-    `train/CLASS/*.png` with `test` or `val`; and Tiny-ImageNet's, whose validation
-    images, the test set, have their classes in `val/val_annotations.txt`.
+    `train/` of these with `val/` or `test/`, in any case; and Tiny-ImageNet's, whose
+    validation images, the test set, have their classes in `val/val_annotations.txt`.
+    Names that begin with a dot are ignored. EXIF orientations are applied.
 
     Args:
       image_size: side to which images are resized; None: all must have one size.
 
     Returns:
-      a data set of uint8 images [n, H, W, 1] if all are grey, else [n, H, W, 3].
+      a data set of uint8 images [n, H, W, 1] if all are grey, else [n, H, W, 3]. Images
+      of 16 bits or of floats are float32, their range in the folder becomes [-1, 1].
 
     Raises:
-      InputError: the folder has another layout, a file cannot be read, or the sizes
-        differ.
+      InputError: the folder has another layout, a file cannot be read, or sizes or
+        types differ.
     """
     folder = Path(path).expanduser()
-    train, test = _listed(folder)
-    files = train + test
+    parts, ignored = _listed(folder)
+    files = [file for part in parts for file in part]
+    train, val, _ = map(len, parts)
     names = sorted({label for _, label, _ in files})
     number = {name: i for i, name in enumerate(names)}
-    x = _decoded(folder, [file for file, _, _ in files], image_size)
+    found = _decoded(folder, [file for file, _, _ in files], image_size)
     clients = np.array([client for _, _, client in files])
+    deep, x = found["x"].dtype != np.uint8, found["x"]
+    low, high, turned = (found[name].item() for name in ("low", "high", "turned"))
+    facts = {
+        f"pixels in [{low:g}, {high:g}] become [-1, 1]": deep,
+        f"EXIF orientation of {turned:,} images applied": turned,
+        f"{ignored:,} files without the name of an image ignored": ignored,
+    }
     return Dataset(
         f"imagefolder:{path}",
         x,
         np.array([number[label] for _, label, _ in files], np.int32),
-        len(train),
+        train + val,
         len(names),
-        prepare_images,
+        prepare_floats if deep else prepare_images,
         columns={"client": clients} if clients.any() else {},
+        validation=np.repeat([False, True], [train, val]) if val else None,
+        classes=tuple(names),
+        note="; ".join(text for text, holds in facts.items() if holds),
     )
 
 
-def _listed(folder: Path) -> tuple[list[File], list[File]]:
-    """The files of training and of testing."""
+def _listed(folder: Path) -> tuple[list[list[File]], int]:
+    """Returns the files of training, validation and test, and the number of others."""
     if not folder.is_dir():
         raise InputError(f"{folder} must be a folder of images.")
     annotations = folder / "val" / "val_annotations.txt"
@@ -72,23 +85,37 @@ def _listed(folder: Path) -> tuple[list[File], list[File]]:
         rows = annotations.read_text(encoding="utf-8").splitlines()
         pairs = [row.split("\t")[:2] for row in rows if row.strip()]
         test = [(folder / "val" / "images" / name, label, "") for name, label in pairs]
-        return _by_class(folder / "train", ("images",)), test
-    if (folder / "train").is_dir():
-        held = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
-        return _by_class(folder / "train"), _by_class(held[0]) if held else []
-    return _by_class(folder), []
-
-
-def _by_class(folder: Path, inner: tuple[str, ...] = ()) -> list[File]:
-    """Files of CLASS/ or CLIENT/CLASS/, in sorted order."""
-    found: list[File] = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() not in SUFFIXES:
-            continue
-        parts = path.relative_to(folder).parts[:-1]
-        parts = (
-            parts[: -len(inner)] if inner and parts[-len(inner) :] == inner else parts
+        files, _ = _by_class(folder / "train", ("images",))
+        return [files, [], test], 0
+    inside = [x for x in sorted(folder.iterdir()) if x.is_dir() and x.name[0] != "."]
+    parts = {x: SPLITS.get(x.name.lower(), "") for x in inside}
+    if not any(parts.values()):
+        files, ignored = _by_class(folder)
+        return [files, [], []], ignored
+    known = [x for x in parts.values() if x]
+    if "train" not in known or len(set(known)) < len(parts):
+        raise InputError(
+            f"{folder} must have one folder for train, val and test each, or a folder "
+            f"per class, got {', '.join(x.name for x in inside)}."
         )
+    found = {part: _by_class(x) for x, part in parts.items()}
+    lists = [found.get(part, ([], 0)) for part in ("train", "val", "test")]
+    return [files for files, _ in lists], sum(ignored for _, ignored in lists)
+
+
+def _by_class(folder: Path, inner: tuple[str, ...] = ()) -> tuple[list[File], int]:
+    """Returns files of CLASS/ or CLIENT/CLASS/ in sorted order, and the number of those
+    that are no images."""
+    found, ignored = list[File](), 0
+    for path in sorted(folder.rglob("*")):
+        *parts, name = path.relative_to(folder).parts
+        if any(x.startswith(".") for x in (*parts, name)) or path.is_dir():
+            continue
+        if path.suffix.lower() not in SUFFIXES:
+            ignored += 1
+            continue
+        if inner and tuple(parts[-len(inner) :]) == inner:
+            parts = parts[: -len(inner)]
         if len(parts) not in (1, 2):
             raise InputError(f"{path} must be in CLASS/ or CLIENT/CLASS/ of {folder}.")
         found.append((path, parts[-1], parts[0] if len(parts) == 2 else ""))
@@ -96,11 +123,14 @@ def _by_class(folder: Path, inner: tuple[str, ...] = ()) -> list[File]:
         raise InputError(f"{folder} must have images ({', '.join(SUFFIXES)}).")
     if len({client == "" for _, _, client in found}) > 1:
         raise InputError(f"{folder} has images both in CLASS/ and in CLIENT/CLASS/.")
-    return found
+    return found, ignored
 
 
-def _decoded(folder: Path, files: list[Path], side: int | None) -> np.ndarray:
-    """The images of all files [n, H, W, C], from the cache where it has them."""
+def _decoded(
+    folder: Path, files: list[Path], side: int | None
+) -> dict[str, np.ndarray]:
+    """Returns the images of all files, from the cache where it has them, as `_decode`
+    does."""
     stats = [
         (str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns)
         for file in files
@@ -109,38 +139,65 @@ def _decoded(folder: Path, files: list[Path], side: int | None) -> np.ndarray:
     content = json.dumps([_CACHE_FORMAT, str(folder.resolve()), side, stats])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     path = cache.folder() / f"{folder.name}-{key}.npz"
-    return cache.stored(path, folder.name, lambda: {"x": _decode(files, side)})["x"]
+    return cache.stored(path, folder.name, lambda: _decode(files, side))
 
 
-def _decode(files: Iterable[Path], side: int | None) -> np.ndarray:
-    images = [_read(file, side) for file in files]
-    first, shape = images[0][0], images[0][1].shape[:2]
-    for file, image in images:
-        if image.shape[:2] != shape:
+def _decode(files: Sequence[Path], side: int | None) -> dict[str, np.ndarray]:
+    """Returns images x [n, H, W, C], the range of their pixels low and high, and the
+    number of turned images."""
+    images, turned = list[np.ndarray](), 0
+    for file in files:
+        image, moved = _read(file, side)
+        images.append(image)
+        turned += moved
+        if image.shape[:2] != images[0].shape[:2]:
+            height, width = images[0].shape[:2]
             raise InputError(
-                f"{file} is {image.shape[0]}x{image.shape[1]} pixels, {first} "
-                f"{shape[0]}x{shape[1]}. Give an image size."
+                f"{file} is {image.shape[0]}x{image.shape[1]} pixels, {files[0]} "
+                f"{height}x{width}. Give an image size."
             )
-    colour = any(image.shape[2] == 3 for _, image in images)
-    as_colour: Callable[[Any], Any] = lambda x: np.broadcast_to(x, (*shape, 3))
-    return np.stack([as_colour(x) if colour else x for _, x in images])
+        if image.dtype != images[0].dtype:
+            depths = ["8 bits" if x.dtype == np.uint8 else "more" for x in images]
+            raise InputError(
+                f"{file} has pixels of {depths[-1]}, {files[0]} of {depths[0]}."
+            )
+    colour = any(image.shape[2] == 3 for image in images)
+    shape = (*images[0].shape[:2], 3)
+    x = np.stack([np.broadcast_to(i, shape) if colour else i for i in images])
+    low, high = x.min(), x.max()
+    if x.dtype != np.uint8:
+        x = (x - low) / max(high - low, np.finfo(np.float32).tiny) * 2 - 1
+    return {"x": x, "low": low, "high": high, "turned": np.array(turned)}
 
 
-def _read(file: Path, side: int | None) -> tuple[Path, np.ndarray]:
-    """An image as uint8 [H, W, 1], or [H, W, 3] in colour."""
-    from PIL import Image
+def _read(file: Path, side: int | None) -> tuple[np.ndarray, bool]:
+    """Returns an image [H, W, 1], or [H, W, 3] in colour, and whether its orientation
+    was applied; float32 of more than 8 bits, else uint8."""
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as opened:
-            grey = opened.mode in ("1", "L", "LA", "I;16")
-            image = opened.convert("L" if grey else "RGB")
+            frames = getattr(opened, "n_frames", 1)
+            moved = opened.getexif().get(_ORIENTATION, 1) != 1
+            image = ImageOps.exif_transpose(opened)
+            deep = image.mode[0] in "IF"
+            if deep:
+                image = Image.fromarray(np.asarray(image, np.float32))
+            else:
+                grey = image.mode in ("1", "L", "LA")
+                image = image.convert("L" if grey else "RGB")
+            still = opened.format == "MPO" or frames == 1  # a photo and its preview
     except Exception as error:  # of Pillow, whose types vary with the format
         reason = type(error).__name__
         raise InputError(f"{file} cannot be read as an image ({reason}).") from error
+    if not still:
+        raise InputError(f"{file} must be one image, got {frames}.")
     if side is not None:
         image = image.resize((side, side), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image, np.uint8)
-    return file, pixels[..., None] if pixels.ndim == 2 else pixels
+    pixels = np.asarray(image, np.float32 if deep else np.uint8)
+    if not np.isfinite(pixels).all():
+        raise InputError(f"{file} must have finite pixels.")
+    return pixels[..., None] if pixels.ndim == 2 else pixels, moved
 
 
 def augmentation(name: str, dataset: Dataset) -> Callable[[Array, Array], Array] | None:

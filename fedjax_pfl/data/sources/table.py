@@ -6,7 +6,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pfl.data.datasets import Dataset, prepare_floats
-from fedjax_pfl.data.preparation import Cells, apply, check_missing, fit, numbers, words
+from fedjax_pfl.data.preparation import (
+    FILLS,
+    Cells,
+    apply,
+    check_missing,
+    fit,
+    numbers,
+    words,
+)
 from fedjax_pfl.data.sources import rows
 from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError
@@ -69,12 +77,13 @@ def load(
     if not inputs:
         kinds = ", ".join(f"{name} ({x.kind})" for name, x in seen.items())
         raise InputError(f"{path} must have a column of numbers as input, got {kinds}.")
-    for name, cells in inputs.items():
-        check_missing(f"{path}: {name}", cells, missing is not None)
+    for name, cells in inputs.items() if missing is None else ():
+        hint = f" --missing={'|'.join(FILLS)} fills missing inputs."
+        check_missing(f"{path}: {name}", cells, hint)
     classes = None
     if targets:
         for name, cells in targets.items():
-            check_missing(f"{path}: {name}", cells, False)
+            check_missing(f"{path}: {name}", cells)
         y, count = np.stack([*targets.values()], axis=1, dtype=np.float32), len(targets)
     else:
         y, count, classes = rows.classes(f"{path}: label", seen["label"].cells)
@@ -84,8 +93,8 @@ def load(
             {name: cells[order] for name, cells in x.items()} for x in (inputs, others)
         )
         y = y[order]
-    left_out = {name: x.kind for name, x in seen.items() if x.becomes in OTHERS}
-    raw, trained = Cells(inputs, missing, left_out), np.arange(num_train)
+    left = [f"{name} ({x.kind})" for name, x in seen.items() if x.becomes in OTHERS]
+    raw, trained = Cells(inputs, missing), np.arange(num_train)
     if validation is not None:
         trained = trained[~validation]
     columns = fit(raw, trained)
@@ -101,6 +110,7 @@ def load(
         cells=raw,
         inputs=columns,
         classes=classes,
+        note=f"no inputs: {', '.join(left)}" if left else "",
     )
 
 
@@ -144,7 +154,7 @@ def survey(
             kind = "boolean" if found.dtype == np.uint8 else "number"
             seen[name] = Seen(kind, found, "input")
     if owner is not None:
-        check_missing(f"{path}: {owner}", seen[owner].cells, False)
+        check_missing(f"{path}: {owner}", seen[owner].cells)
     return seen, *rows.split(path, frame)
 
 

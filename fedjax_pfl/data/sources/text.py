@@ -1,5 +1,6 @@
 """Texts as rows of token ids: classified texts, and the next token by speaker."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from fedjax_pfl.data.datasets import Dataset, prepare_integers
 from fedjax_pfl.data.preparation import check_missing, words as words_of
 from fedjax_pfl.data.sources import rows
 from fedjax_pfl.data.sources.registry import register
-from fedjax_pfl.errors import InputError, in_one_line
+from fedjax_pfl.errors import InputError, check, in_one_line
 
 PADDING, UNKNOWN = 0, 1
 SPECIAL = ("<pad>", "<unk>")  # their texts
@@ -20,10 +21,11 @@ _WORD = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
 Tokenizer = Callable[[str], Sequence[str]]
 
 
-def tokenizer(name: str) -> Tokenizer:
+def tokenizer(name: str, length: int | None = None) -> Tokenizer:
     """Returns a function from a text to its tokens.
 
     Args:
+      length: most tokens; special tokens at the end, such as [SEP], are kept.
       name: `word` (lower case; runs of letters, digits and inner apostrophes; each
         other mark is a token), `char`, or the file of a Hugging Face tokenizer, .json.
 
@@ -31,21 +33,26 @@ def tokenizer(name: str) -> Tokenizer:
       InputError: an unknown name, or the file cannot be read.
     """
     if name == "word":
-        return lambda text: _WORD.findall(text.lower())
+        return lambda text: _WORD.findall(text.lower())[:length]
     if name == "char":
-        return list
+        return lambda text: list(text[:length])
     if not name.endswith(".json"):
         raise InputError(f"`tokenizer` must be word, char or a .json file, got {name}.")
     try:
         from tokenizers import Tokenizer as HuggingFace
 
         made = HuggingFace.from_file(str(Path(name).expanduser()))
+        made.no_truncation()  # of the file
+        made.no_padding()
     except ImportError:
         raise InputError(
             f"tokenizer={name} needs tokenizers: pip install -e '.[data]' adds it."
         ) from None
     except Exception as error:  # of the library, which has no other type
         raise InputError(f"{name} cannot be read ({in_one_line(error)}).") from error
+    if length is not None:
+        check("max_length", length, made.num_special_tokens_to_add(False), math.inf)
+        made.enable_truncation(length)
     return lambda text: made.encode(text).tokens
 
 
@@ -71,8 +78,8 @@ def classified(
       tokens: name of the tokenizer, default `word`.
       max_length: L; default 200.
     """
-    length, split = max_length or LENGTH, tokenizer(tokens or "word")
-    rows, words = _numbered(split(text)[:length] for text in texts)
+    split = tokenizer(tokens or "word", max_length or LENGTH)
+    rows, words = _numbered(map(split, texts))
     longest = max(map(len, rows), default=0)
     x = np.zeros((len(rows), max(longest, 1)), np.int32)
     for row, ids in zip(x, rows, strict=True):
@@ -119,6 +126,7 @@ def spoken(
         speakers += [speaker] * count
     if not speakers:
         raise InputError(f"{name} must have a speaker with two tokens or more.")
+    silent = [speaker for speaker in texts if speaker not in set(speakers)]
     return Dataset(
         name,
         np.concatenate(x),
@@ -128,6 +136,7 @@ def spoken(
         prepare_integers,
         words=words,
         columns={"speaker": np.array(speakers)},
+        note=f"without two tokens and left out: {', '.join(silent)}" if silent else "",
     )
 
 
@@ -179,10 +188,10 @@ def encode(
     texts: Sequence[str], words: Sequence[str], length: int, tokens: str = "word"
 ) -> np.ndarray:
     """Returns texts as ids in a vocabulary, padded to L tokens: [n, L] int32."""
-    number, split = {word: i for i, word in enumerate(words)}, tokenizer(tokens)
+    number, split = {w: i for i, w in enumerate(words)}, tokenizer(tokens, length)
     x = np.full((len(texts), length), PADDING, np.int32)
     for row, text in zip(x, texts, strict=True):
-        ids = [number.get(token, UNKNOWN) for token in split(text)[:length]]
+        ids = [number.get(token, UNKNOWN) for token in split(text)]
         row[: len(ids)] = ids
     return x
 
@@ -216,7 +225,7 @@ def load(
             found = ", ".join(map(repr, content))
             raise InputError(f"{path} must have a column {column}, got {found}.")
     columns = {column: words_of(content[column]) for column in content}
-    check_missing(f"{path}: text", columns["text"], False)
+    check_missing(f"{path}: text", columns["text"])
     y, classes, names = rows.classes(f"{path}: label", columns.pop("label"))
     order, num_train, validation = rows.split(path, content)
     if order is not None:
