@@ -1,14 +1,17 @@
 """Pages of the site that are generated: the reference, the methods and the modules.
 
-`python docs/pages.py` rewrites docs/reference.md. The other pages are made by a hook of
-MkDocs (mkdocs.yml) and are not kept in the repository.
+`python docs/pages.py` rewrites docs/reference.md and the table of options in
+docs/methods/index.md. The other pages are made by a hook of MkDocs (mkdocs.yml) and are
+not kept in the repository.
 """
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,6 +54,7 @@ MODULES = {  # by topic
         *("uploads.attacks", "uploads.server"),
     ],
 }
+OPTIONS = "<!-- options -->"  # around the table of options in docs/methods/index.md
 MOVED = {  # file of the repository: page of the site
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -98,6 +102,50 @@ def _options(known: Options) -> str:
 def _names(known: Mapping[str, Any]) -> str:
     rows = [(name, text.summary(x)) for name, x in known.items()]
     return _table(("name", "meaning"), rows)
+
+
+def taken(names: Iterable[str] = ALGORITHMS) -> str:
+    """Returns the table of the options that methods take, tried on the tests' task."""
+    import toy
+
+    from fedjax_pfl import simulate, uploads
+    from fedjax_pfl.engine import asynchronous, schedule
+    from fedjax_pfl.errors import InputError
+    from fedjax_pfl.uploads.privacy import per_example
+
+    def tries(name: str) -> list[Callable[[], Any]]:
+        task = toy.method_task(name)
+        private = task._replace(bn_stats="local")
+        rule, key = asynchronous.fedasync(), jax.random.key(0)
+
+        def program(task: Any, *parts: Any, **options: Any) -> Callable[[], Any]:
+            given = {"uploads": uploads.chain(*parts), "checked": False} | options
+            return lambda: simulate.program(name, task, **given)
+
+        def clocked() -> Any:
+            plan = schedule.arrivals(task, key, rounds=2, buffer=1)
+            return asynchronous.program(name, task, rule, plan, checked=False)
+
+        return [
+            program(task, uploads.top_k(0.1)),
+            program(task, uploads.robust("median")),
+            program(task, server=uploads.fedadam()),
+            program(private, uploads.private()),
+            program(private._replace(per_example=per_example(1.0, 1.0))),
+            clocked,
+        ]
+
+    def cell(make: Callable[[], Any]) -> str:
+        try:
+            make()
+        except InputError:
+            return ""
+        return "yes"
+
+    head = ("name", "`--compress`, `--malicious`", "`--aggregate`")
+    head += ("`--server_optimizer`", "`--dp=client`", "`--dp=example`")
+    rows = [(name, *map(cell, tries(name))) for name in names]
+    return _table((*head, "`--asynchronous`"), rows)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
@@ -184,3 +232,7 @@ def on_page_markdown(
 
 if __name__ == "__main__":
     (ROOT / "docs/reference.md").write_text(reference())
+    sys.path.insert(0, str(ROOT / "tests"))
+    index = ROOT / "docs/methods/index.md"
+    before, _, after = index.read_text().split(OPTIONS)
+    index.write_text(f"{before}{OPTIONS}\n{taken()}\n{OPTIONS}{after}")

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import toy
 from documents import PAGES, ROOT, blocks, commands, files_of, is_program, module, read
 
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import (
     cli,
@@ -115,11 +117,25 @@ def test_names_in_backticks_exist():
                 assert (ROOT / path).exists(), (page, path)
 
 
-def test_the_reference_is_generated():
+def generated():
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs/pages.py")
     pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(pages)
-    assert read("docs/reference.md") == pages.reference(), "python docs/pages.py"
+    return pages
+
+
+def test_the_reference_is_generated():
+    assert read("docs/reference.md") == generated().reference(), "python docs/pages.py"
+
+
+@pytest.mark.parametrize(
+    "names", [["ditto", "fedproto", "cfl"], toy.slow(list(ALGORITHMS))], ids=len
+)
+def test_the_table_of_options_is_generated(names):
+    pages = generated()
+    _, table, _ = read("docs/methods/index.md").split(pages.OPTIONS)
+    assert {*pages.taken(names).splitlines()} <= {*table.splitlines()}
+    assert table.count("\n| `") == len(ALGORITHMS)
 
 
 # Folders and files whose language is checked; the rest of the repository follows.

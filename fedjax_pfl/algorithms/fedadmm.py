@@ -19,7 +19,7 @@ from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("fedadmm", targets=True)
+@register("fedadmm", targets=True, trainings=1)
 def fedadmm(
     task: Task,
     *,

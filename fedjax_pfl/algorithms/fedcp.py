@@ -328,4 +328,8 @@ def fedcp(
             found = evaluation.classification(outputs, y, mask, c)
         return found | {"test_loss": evaluation.cross_entropy(outputs, y, mask)}
 
-    return averaging.from_client(init, client, predict, score=score, averages=averages)
+    # the policy's batch norm mixes the examples of a batch
+    trainings = 0 if norm == "batch" else 1
+    return averaging.from_client(
+        init, client, predict, score=score, averages=averages, trainings=trainings
+    )

@@ -18,7 +18,7 @@ from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("feddyn", targets=True)
+@register("feddyn", targets=True, trainings=1)
 def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Method:
     """Minimises L_k(w) - <g_k, w> + alpha/2 ||w - w^t||^2 on each client.
 

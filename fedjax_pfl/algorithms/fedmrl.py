@@ -35,7 +35,7 @@ class Start(keys.Stream):
     PROJECTOR = 50, "the projectors"
 
 
-@register("fedmrl", several_architectures=True)
+@register("fedmrl", several_architectures=True, trainings=1)
 def fedmrl(task: Task) -> Method:
     """Minimises CE(g(r), y) + CE(g_s(r[:K_s]), y), r = P [h_s, h] + b the projection of
     the shared model's features h_s [B, K_s] and the own ones h [B, K].

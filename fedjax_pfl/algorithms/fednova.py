@@ -15,7 +15,7 @@ from fedjax_pfl.averaging import params
 from fedjax_pfl.types import Method, Task, Update
 
 
-@register("fednova", targets=True, excludes={"optimizer": PLAIN_SGD})
+@register("fednova", targets=True, excludes={"optimizer": PLAIN_SGD}, trainings=1)
 def fednova(task: Task) -> Method:
     """Moves the global model by the mean number of steps times the mean change per
     step.

@@ -25,7 +25,7 @@ def not_true(logits: Array, y: Array, tau: Numeric) -> Array:
     return jnp.where(label, 0, log_p)
 
 
-@register("fedntd", excludes={"mix": READS_LABELS})
+@register("fedntd", excludes={"mix": READS_LABELS}, trainings=1)
 def fedntd(
     task: Task,
     *,

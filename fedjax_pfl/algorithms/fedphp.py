@@ -38,7 +38,7 @@ def transfer_loss(task: Task, teacher: PyTree, lam: Numeric) -> local_training.L
     return loss
 
 
-@register("fedphp", targets=True)
+@register("fedphp", targets=True, trainings=1)
 def fedphp(
     task: Task,
     *,

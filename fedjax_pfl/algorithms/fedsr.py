@@ -36,7 +36,7 @@ def divergence(mean: Array, sigma: Array, prior: PyTree, y: Array) -> Array:
     return jnp.sum(jnp.log(r) - jnp.log(sigma) + gap - 0.5, axis=1)
 
 
-@register("fedsr", excludes={"mix": READS_LABELS})
+@register("fedsr", excludes={"mix": READS_LABELS}, trainings=1)
 def fedsr(
     task: Task,
     *,

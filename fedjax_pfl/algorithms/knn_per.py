@@ -46,7 +46,7 @@ def neighbours(
     return jnp.sum(votes, axis=1) / jnp.where(total > 0, total, 1)
 
 
-@register("knn_per", excludes={"positions": ROW_TARGETS})
+@register("knn_per", excludes={"positions": ROW_TARGETS}, trainings=1)
 def knn_per(
     task: Task,
     *,

@@ -23,7 +23,7 @@ def cosine(a: Array, b: Array) -> Array:
     return jnp.sum(a * b, axis=1) / (norm(a) * norm(b))
 
 
-@register("moon", targets=True)
+@register("moon", targets=True, trainings=1)
 def moon(
     task: Task,
     *,

@@ -66,7 +66,7 @@ def predict_own(server: PyTree, row: PyTree, c: Client) -> Predictor:
     return predictor(c.model, row["w"])
 
 
-@register("fml", several_architectures=True)
+@register("fml", several_architectures=True, trainings=1)
 def fml(
     task: Task,
     *,
@@ -125,7 +125,7 @@ def fml_objective(
     return objective
 
 
-@register("fedkd", several_architectures=True)
+@register("fedkd", several_architectures=True, trainings=1)
 def fedkd(task: Task) -> Method:
     """FedKD: two models distil predictions and features into each other, with a weight
     that grows as both fit the labels.

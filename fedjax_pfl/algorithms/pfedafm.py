@@ -137,7 +137,7 @@ def predictor(model: Model, shared: Model, v: PyTree) -> Predictor:
     return predict
 
 
-@register("pfedafm", several_architectures=True, targets=True)
+@register("pfedafm", several_architectures=True, targets=True, trainings=2)
 def pfedafm(
     task: Task,
     *,

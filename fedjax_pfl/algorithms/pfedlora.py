@@ -119,6 +119,7 @@ def pfedlora(
         predict,
         score=_score,
         averages=("adapter",),
+        trainings=2 if adapter_epochs is None else 0,
     )
 
 

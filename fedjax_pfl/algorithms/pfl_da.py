@@ -16,7 +16,7 @@ from fedjax_pfl.averaging import predictor
 from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("pfl_da", targets=True)
+@register("pfl_da", targets=True, trainings=2)
 def pfl_da(
     task: Task,
     *,

@@ -18,7 +18,7 @@ from fedjax_pfl.averaging import params, predictor
 from fedjax_pfl.types import Method, State, Task, Update
 
 
-@register("scaffold", targets=True, excludes={"optimizer": PLAIN_SGD})
+@register("scaffold", targets=True, excludes={"optimizer": PLAIN_SGD}, trainings=1)
 def scaffold(task: Task, *, server_lr: Annotated[float, Ge(0)] = 1.0) -> Method:
     """Takes local steps along g(y) - c_i + c, and averages the clients' changes of y
     and of their control variates c_i.

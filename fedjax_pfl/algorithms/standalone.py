@@ -6,7 +6,7 @@ from fedjax_pfl.averaging import BODY_AND_HEAD, partial_averaging, split
 from fedjax_pfl.types import Method, Task
 
 
-@register("local", several_architectures=True, targets=True)
+@register("local", several_architectures=True, targets=True, trainings=1)
 def local(task: Task) -> Method:
     """Trains each participant's own model; nothing is sent."""
     return partial_averaging(task, split(task, BODY_AND_HEAD))
