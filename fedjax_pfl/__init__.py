@@ -7,6 +7,8 @@ is a factory of a `Method`, one function for one `Client`; `check_algorithm` che
 against the rules of the contract. `uploads` has options on what clients send.
 """
 
+from typing import TYPE_CHECKING
+
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
@@ -15,10 +17,10 @@ from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine.program import Program, program
 from fedjax_pfl.engine.results import Result, record
-from fedjax_pfl.errors import DivergenceError, InputError
+from fedjax_pfl.errors import DivergenceError, InputError, moved
 from fedjax_pfl.models import MODELS, model
 from fedjax_pfl.simulate import curve, rounds, task
-from fedjax_pfl.testing import check_algorithm
+from fedjax_pfl.testing import check_algorithm, check_upload
 from fedjax_pfl.types import (
     Algorithm,
     Client,
@@ -28,10 +30,12 @@ from fedjax_pfl.types import (
     Metrics,
     Model,
     Own,
+    RunState,
     State,
     Task,
     Traffic,
     Update,
+    Upload,
 )
 
 __version__ = "0.1.0"
@@ -52,11 +56,14 @@ __all__ = [
     "Partition",
     "Program",
     "Result",
+    "RunState",
     "State",
     "Task",
     "Traffic",
     "Update",
+    "Upload",
     "check_algorithm",
+    "check_upload",
     "curve",
     "federate",
     "load",
@@ -67,3 +74,12 @@ __all__ = [
     "rounds",
     "task",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = moved(
+        __name__,
+        {
+            "compression": "program(..., uploads=uploads.top_k(0.1))",
+            "server_optimizer": "program(..., server=uploads.fedadam(0.1))",
+        },
+    )

@@ -3,8 +3,8 @@
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -125,3 +125,19 @@ def nearest(value: str, allowed: Iterable[str]) -> str | None:
     names = {name.lower(): name for name in reversed(list(allowed))}
     near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     return names[near[0]] if near else None
+
+
+def moved(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Returns the `__getattr__` of a module for names that it no longer has.
+
+    Args:
+      names: {old name: the new call}; an import of one raises ImportError, which names
+        the call.
+    """
+
+    def find(name: str) -> NoReturn:
+        if name in names:
+            raise ImportError(f"{module}.{name} has gone: use {names[name]}.")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return find

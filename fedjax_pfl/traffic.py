@@ -1,9 +1,12 @@
 """Communication between server and clients, in scalars, integers and messages."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import trees
+from fedjax_pfl.errors import moved
 from fedjax_pfl.types import Array, Cohort, PyTree, Traffic
 
 
@@ -34,3 +37,7 @@ def _count(tree: PyTree | int | Array, clients: int) -> int | Array:
     ):
         return tree
     return trees.size(tree)
+
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = moved(__name__, {"uploads": "both_ways, or averaging.from_client"})

@@ -24,13 +24,14 @@ from fedjax_pfl import (
     testing,
     traffic,
     trees,
+    uploads,
 )
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.testing import ContractViolation
-from fedjax_pfl.types import Algorithm, Metrics, Own, State
+from fedjax_pfl.types import Algorithm, Metrics, Own, State, Upload
 
 KEY = jax.random.key(0)
 
@@ -534,3 +535,22 @@ def test_one_number_that_is_not_finite_makes_its_row_so():
 def everybody(**more):
     """Returns a cohort of all clients."""
     return toy.cohort(toy.task(), range(toy.N), **more)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [uploads.top_k(0.3), toy.slow(uploads.low_rank(1)), toy.slow(uploads.qsgd(4))],
+)
+def test_an_option_on_uploads_passes(option):
+    testing.check_upload(option)
+
+
+def test_an_option_with_a_key_of_its_own_is_named():
+    def client(c, update, server, row):
+        drawn = jax.random.uniform(jax.random.key(1))
+        return jax.tree.map(lambda x: x + drawn, update), row, ()
+
+    with pytest.raises(testing.ContractViolation, match="breaks the rule 'key'"):
+        testing.check_upload(Upload(lambda like: ((), ()), client))
+    with pytest.raises(InputError, match="takes no options on uploads"):
+        testing.check_upload(uploads.top_k(0.3), "fedamp")

@@ -18,9 +18,10 @@ from fedjax_pfl.testing.rounds import (
     run,
     subject,
 )
-from fedjax_pfl.testing.rules import RULES
+from fedjax_pfl.testing.rules import RULES, UPLOAD_RULES
 from fedjax_pfl.testing.synthetic import federation, task
-from fedjax_pfl.types import Algorithm, Method, Task
+from fedjax_pfl.types import Algorithm, Method, Task, Upload
+from fedjax_pfl.uploads.chain import Option
 
 __all__ = [
     "RULES",
@@ -29,6 +30,7 @@ __all__ = [
     "check",
     "check_algorithm",
     "check_network",
+    "check_upload",
     "evaluate",
     "federation",
     "run",
@@ -79,4 +81,27 @@ def check_algorithm(
     program.program(factory, given)
     made = subject(factory, given)
     for rule in RULES:
+        check(rule, made)
+
+
+def check_upload(
+    option: Option | Upload,
+    factory: Callable[..., Algorithm | Method] | str = "fedavg",
+) -> None:
+    """Checks an option on uploads against the rules of the contract that it could
+    break, under a method on the federation of `check_algorithm`.
+
+    Args:
+      option: of `uploads`, or an `Upload` of one's own.
+      factory: a method that takes options on uploads, or its name.
+
+    Raises:
+      ContractViolation: a rule is broken; the message names the rule and where.
+      InputError: what the option returns has a wrong shape, structure or signature, or
+        the method does not take it.
+    """
+    factory, given = validate.method(factory), synthetic.task()
+    program.program(factory, given, uploads=option)
+    made = subject(factory, given, uploads=option)
+    for rule in UPLOAD_RULES:
         check(rule, made)

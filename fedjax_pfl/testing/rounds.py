@@ -22,6 +22,7 @@ from fedjax_pfl.types import (
     RunState,
     State,
     Task,
+    Upload,
 )
 from fedjax_pfl.uploads.chain import Chain, Option
 
@@ -48,6 +49,7 @@ class Subject(NamedTuple):
     # (key, traced, federation, RunState, t) -> {name: [N]}
     evaluate: Callable[..., dict[str, Array]]
     start: RunState  # all clients have trained and differ
+    uploads: Chain | Option | Upload | None = None  # options on uploads
 
 
 def subject(
@@ -57,7 +59,7 @@ def subject(
     width: int = 1,
     devices: int = 1,
     start: RunState | State | None = None,
-    uploads: Chain | Option | None = None,
+    uploads: Chain | Option | Upload | None = None,
     held: bool = False,
 ) -> Subject:
     """Compiles the round of a method on an explicit cohort; State and metrics are by
@@ -110,6 +112,7 @@ def subject(
     # init's few operations are those of other methods
     functions = (made.init, jax.jit(round), jax.jit(evaluate))
     found = Subject(factory, task, f, traced, *functions, RunState(State(None, None)))
+    found = found._replace(uploads=uploads)
     # under a trace, where no branch may depend on a value
     jax.eval_shape(made.init, jax.random.key(1), traced)
     start = RunState(start) if isinstance(start, State) else start

@@ -329,7 +329,8 @@ def layout(s: Subject) -> None:
             s.task._replace(participation=(0.8, 0.8)),
             np.array([3, 0, 4, 1], np.int32),
         )
-    other = subject(s.factory, t, width=2, devices=devices, start=s.start)
+    given: dict[str, Any] = {"start": s.start, "uploads": s.uploads}
+    other = subject(s.factory, t, width=2, devices=devices, **given)
     wide = federation(24, input=t.input, public=t.public, label=t.label)._replace(
         mask_fill=s.federation.mask_fill
     )
@@ -358,3 +359,8 @@ RULES: dict[str, Callable[[Subject], None]] = {
         several_architectures,
     )
 }
+# those that an option on uploads could break
+UPLOAD_RULES = (
+    *("order", "padding", "mask", "inactive", "absent", "compilation"),
+    *("key", "traffic", "dtype", "layout"),
+)
