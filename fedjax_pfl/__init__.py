@@ -20,7 +20,7 @@ from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.errors import DivergenceError, InputError, moved
 from fedjax_pfl.models import MODELS, model
 from fedjax_pfl.simulate import curve, rounds, task
-from fedjax_pfl.testing import check_algorithm, check_upload
+from fedjax_pfl.testing import check_algorithm
 from fedjax_pfl.types import (
     Algorithm,
     Client,
@@ -30,12 +30,10 @@ from fedjax_pfl.types import (
     Metrics,
     Model,
     Own,
-    RunState,
     State,
     Task,
     Traffic,
     Update,
-    Upload,
 )
 
 __version__ = "0.1.0"
@@ -56,14 +54,11 @@ __all__ = [
     "Partition",
     "Program",
     "Result",
-    "RunState",
     "State",
     "Task",
     "Traffic",
     "Update",
-    "Upload",
     "check_algorithm",
-    "check_upload",
     "curve",
     "federate",
     "load",
