@@ -10,9 +10,10 @@ import pytest
 from experiment.runs import run
 
 from fedjax_pfl import models
+from fedjax_pfl.data import datasets
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import export, results
-from fedjax_pfl.models import peft, pretrained
+from fedjax_pfl.models import checkpoints, peft, pretrained, vit
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
 RNG = np.random.default_rng(0)
@@ -128,6 +129,89 @@ def test_images_are_resized_and_normalised_and_positions_interpolated(tmp_path):
     pixels = pixels.transpose(0, 3, 1, 2).astype(np.float32)
     wanted = theirs(network, pixels, interpolate_pos_encoding=True).logits
     close(ours(tmp_path, x, CLASSES)[2], wanted)
+
+
+PROCESSORS = [
+    ("ViT", {"size": {"height": 16, "width": 16}}),
+    ("ViT", {"size": {"height": 8, "width": 8}, "resample": 3}),
+    ("ViT", {"size": {"height": 8, "width": 8}, "resample": 1}),
+    ("ViT", {"size": {"height": 8, "width": 8}, "do_rescale": False}),
+    ("ViT", {"size": {"height": 8, "width": 8}, "rescale_factor": 1 / 128}),
+    ("ViT", {"size": {"height": 8, "width": 8}, "do_normalize": False}),
+    ("DeiT", {"size": {"height": 12, "width": 12}, "crop_size": 8}),
+    ("Dinov2", {"size": {"shortest_edge": 12}, "crop_size": 8}),
+    ("Dinov2", {"size": {"shortest_edge": 8}, "crop_size": 8, "resample": 2}),
+    ("Dinov2", {"do_resize": False, "crop_size": 8}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), PROCESSORS)
+@pytest.mark.parametrize("shape", [(20, 20), (11, 15), (17, 9)])
+def test_images_are_prepared_as_by_transformers(kind, settings, shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    network = saved(tmp_path, f"{kind} ForImageClassification", IMAGES)
+    name = {"Dinov2": "Bit"}.get(kind, kind)
+    processor = getattr(transformers, f"{name}ImageProcessorPil")(**settings)
+    processor.save_pretrained(tmp_path)
+    x = RNG.integers(0, 256, (3, *shape, 3)).astype(np.uint8)
+    pixels = processor(images=list(x), return_tensors="np")["pixel_values"]
+    given = datasets.prepare_images(jnp.asarray(x))
+    config = checkpoints.read_config(tmp_path)
+    side = config["side"]
+    found = vit.prepared(given, config["pixels"], side, side)
+    level = 1 / (255 * np.min(config["pixels"].deviation))
+    # Pillow rounds to 256 levels, once per axis
+    close(found, pixels.transpose(0, 2, 3, 1), 1.5 * level)
+    wanted = (
+        theirs(network, pixels, interpolate_pos_encoding=True).logits
+        if kind == "ViT"
+        else theirs(network, pixels).logits
+    )
+    close(ours(tmp_path, given, CLASSES)[2], wanted, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"height": 8, "width": 16}}, "'size' must be a square"),
+        (
+            {"size": 8, "do_normalize": False, "resample": 0},
+            "'resample' must be 1 or 2 or 3, got 0",
+        ),
+        ({"size": {"shortest_edge": 8}}, "'shortest_edge' needs do_center_crop"),
+        ({"size": 8}, "has no 'image_mean'"),
+        ({}, "has no 'size'"),
+        (
+            {"size": 8, "do_center_crop": True, "crop_size": 12},
+            "'size' must be at least 'crop_size', got 8",
+        ),
+    ],
+)
+def test_other_image_processors_are_refused(settings, message, tmp_path):
+    saved(tmp_path, "ViT ForImageClassification", IMAGES)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=message):
+        checkpoints.read_config(tmp_path)
+
+
+def test_images_that_are_not_resized_have_the_sides_of_the_network(tmp_path):
+    saved(tmp_path, "ViT ForImageClassification", IMAGES)
+    given = {"do_resize": False, "do_normalize": False}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(InputError, match="needs images of 8x8 pixels, got 9x9"):
+        ours(tmp_path, images(2, 9, 9, 3), CLASSES)
+
+
+def test_an_index_names_no_file_outside_of_its_folder(tmp_path):
+    saved(tmp_path, "ViT ForImageClassification", IMAGES)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    index = {"weight_map": {"a": "../other.safetensors"}}
+    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"must name files of its folder, got '\.\./o"):
+        checkpoints.weight_files(inner)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,12 @@ import numpy as np
 
 from fedjax_pfl.errors import InputError, choose, in_one_line
 from fedjax_pfl.models.transformer import ACTIVATIONS
+from fedjax_pfl.models.vit import Pixels
 
 WEIGHTS = "model.safetensors"
+_METHODS = {1: "lanczos3", 2: "linear", 3: "cubic"}  # by Pillow's number
+# model types whose processors resize the shorter side and cut out the centre
+_CROPPING = ("clip", "clip_vision_model", "deit", "dinov2")
 
 
 class Config(dict[str, Any]):
@@ -45,17 +49,65 @@ def read_config(folder: Path) -> Config:
         inner = config["vision_config"]
         config.clear()
         config.update(inner, model_type=kind)
-    if (folder / "preprocessor_config.json").exists():
-        given = read_json(folder / "preprocessor_config.json")
-        size = given.get("crop_size") or given.get("size")
-        if isinstance(size, dict):
-            size = size.get("height") or size.get("shortest_edge")
-        if size is not None:
-            config["side"] = size
-        if given.get("do_normalize", True) and "image_mean" in given:
-            pixels = tuple(given["image_mean"]), tuple(given["image_std"])
-            config["pixels"] = pixels
+    path = folder / "preprocessor_config.json"
+    if path.exists():
+        given = Config(read_json(path))
+        given.path = str(path)
+        _read_pixels(config, given)
     return config
+
+
+def _read_pixels(config: Config, given: Config) -> None:
+    """Adds `pixels`, `side` and `whole` (images are not cut) of an image processor."""
+    kind = config["model_type"]
+    crops = kind in _CROPPING
+    cut = given.get("do_center_crop", crops)
+    side = _square(given, "crop_size") if cut else None
+    size: tuple[int, int] | int | None = None
+    if given.get("do_resize", True):
+        edge, shorter = given["size"], kind in _CROPPING
+        if isinstance(edge, dict) and "shortest_edge" in edge:
+            size = edge["shortest_edge"]
+        elif isinstance(edge, int) and shorter:
+            size = edge
+        else:
+            size = (_square(given, "size"),) * 2
+        least = size if isinstance(size, int) else size[0]
+        if side is None and isinstance(size, int):
+            raise InputError(f"{given.path}: 'shortest_edge' needs do_center_crop.")
+        side = least if side is None else side
+        if least < side:
+            raise InputError(
+                f"{given.path}: 'size' must be at least 'crop_size', got {least}."
+            )
+    if side is not None:
+        config["side"] = side
+    config["whole"] = not cut
+    scale = 255 * given.get("rescale_factor", 1 / 255)
+    scale = scale if given.get("do_rescale", True) else 255
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
+    if given.get("do_normalize", True):
+        mean, deviation = tuple(given["image_mean"]), tuple(given["image_std"])
+    code = given.get("resample", 3 if crops else 2)
+    if code not in _METHODS:
+        known = " or ".join(map(str, _METHODS))
+        raise InputError(f"{given.path}: 'resample' must be {known}, got {code}.")
+    config["pixels"] = Pixels(
+        tuple(x / scale for x in mean),
+        tuple(x / scale for x in deviation),
+        size,
+        _METHODS[code],
+    )
+
+
+def _square(given: Config, name: str) -> int:
+    """Returns the side of a square size."""
+    size = given[name]
+    pair = {size["height"], size["width"]} if isinstance(size, dict) else {size}
+    if len(pair) > 1:
+        raise InputError(f"{given.path}: {name!r} must be a square, got {size}.")
+    return int(pair.pop())
 
 
 class Files:
@@ -106,6 +158,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         raise InputError(f"{folder} must hold config.json and {WEIGHTS}.")
     named = sorted(set(read_json(index).get("weight_map", {}).values()))
+    outside = [name for name in named if Path(name).name != name]
+    if outside:
+        raise InputError(f"{index} must name files of its folder, got {outside[0]!r}.")
     missing = [name for name in named if not (folder / name).exists()]
     if missing or not named:
         raise InputError(f"{index} names files that are missing: {missing or 'none'}.")

@@ -121,9 +121,8 @@ def _patches(
             f"{side}."
         )
     depth, pool = config["num_hidden_layers"], form.get("pool", "first")
-    mean, deviation = config.get("pixels", ((0.5,), (0.5,)))
-    plain = {*mean, *deviation} == {0.5}
-    form |= {"pool": pool, "pixels": None if plain else (mean, deviation)}
+    pixels = config.get("pixels")
+    form |= {"pool": pool, "pixels": pixels}
     extra = len(tokens)
 
     def factory(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
@@ -132,6 +131,12 @@ def _patches(
             raise InputError(
                 f"Model {kind!r} needs images of {channels} channels, got input shape "
                 f"{tuple(input_shape)}."
+            )
+        seen = (side, side) if pixels is None else pixels.resized(*input_shape[:2])
+        if min(seen) < side or (config.get("whole", False) and seen != (side, side)):
+            raise InputError(
+                f"Model {kind!r} needs images of {side}x{side} pixels, got "
+                f"{seen[0]}x{seen[1]} after resizing."
             )
         shape = (side, side, channels)
         body = Patches(shape, patch, depth, layout, rngs, extra=extra, **form)

@@ -96,6 +96,9 @@ def load(folder: str, image_size: int | None = None) -> Pretrained:
     kind = choose("model_type", config["model_type"], TYPES)
     if image_size is not None:
         config["side"] = image_size
+        if "pixels" in config:
+            size = (image_size, image_size)
+            config["pixels"] = config["pixels"]._replace(size=size)
     files = Files(path)
     family = TYPES[kind](config, files)
     files.prefix = family.prefix

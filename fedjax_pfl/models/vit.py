@@ -1,6 +1,8 @@
 """Vision transformers (Dosovitskiy et al., An image is worth 16x16 words, ICLR
 2021)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,29 @@ from fedjax_pfl.models.nets import Net, Shape, check_images
 from fedjax_pfl.models.transformer import Block, Layout, norm
 from fedjax_pfl.types import Array
 
-Pixels = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of channels
+
+class Pixels(NamedTuple):
+    """Preparation of images for a pretrained network, as an image processor of
+    transformers does it.
+
+    Images are resized, the centre is cut out, and pixels p in [0, 1] become
+    (p - mean) / deviation of their channel.
+    """
+
+    mean: tuple[float, ...] = (0.5,)
+    deviation: tuple[float, ...] = (0.5,)
+    # (height, width), or the shorter side; None: images are not resized
+    size: tuple[int, int] | int | None = None
+    method: str = "linear"  # of `jax.image.resize`
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Returns height and width of an image after resizing."""
+        if isinstance(self.size, tuple):
+            return self.size
+        if self.size is None:
+            return height, width
+        longer = int(self.size * max(height, width) / min(height, width))
+        return (self.size, longer) if height <= width else (longer, self.size)
 
 
 class Patches(nnx.Module):
@@ -38,8 +62,7 @@ class Patches(nnx.Module):
         """Makes the layers.
 
         Args:
-          shape: of the images that are cut into patches; images of other sides are
-            resized.
+          shape: of the images that are cut into patches.
           patch: pixels per side.
           depth: number of blocks.
           layout: of a block.
@@ -48,8 +71,8 @@ class Patches(nnx.Module):
           extra: number of learned tokens before the patches.
           first_norm: the embeddings are normalised.
           embed_bias: the embedding has a bias.
-          pixels: mean and deviation that pixels in [0, 1] are normalised by; None:
-            pixels in [-1, 1] are taken as they are.
+          pixels: preparation of images; None: pixels in [-1, 1] are taken as they
+            are, and images of other sides are resized.
         """
         height, wide, channels = shape
         count = extra + (height // patch) * (wide // patch)
@@ -95,16 +118,33 @@ class Patches(nnx.Module):
         """Maps images [B, H, W, C] to flat patches [B, L, P * P * C]."""
         batch = len(x)
         height, wide, channels = self.shape
-        if x.shape[1:] != self.shape:
-            x = jax.image.resize(x, (batch, *self.shape), "linear")
         if self.pixels is not None:
-            mean, deviation = (
-                jnp.asarray(a, x.dtype)[None, None, None] for a in self.pixels
-            )
-            x = ((x + 1) / 2 - mean) / deviation
+            x = prepared(x, self.pixels, height, wide)
+        elif x.shape[1:] != self.shape:
+            x = jax.image.resize(x, (batch, *self.shape), "linear")
         p = self.patch
         x = x.reshape(batch, height // p, p, wide // p, p, channels)
         return jnp.swapaxes(x, 2, 3).reshape(batch, -1, p * p * channels)
+
+
+def prepared(x: Array, pixels: Pixels, height: int, width: int) -> Array:
+    """Returns images [B, H, W, C] in [-1, 1] as an image processor prepares them:
+    [B, height, width, C]."""
+    batch, *shape, channels = x.shape
+    wanted = pixels.resized(*shape)
+    high, wide = shape[0] / wanted[0], shape[1] / wanted[1]
+    between = (wanted[0], shape[1]) if high > max(wide, 1) else (shape[0], wanted[1])
+    for partly in (between, wanted):  # one axis at a time and clipped, as Pillow does
+        if partly != x.shape[1:3]:
+            x = jax.image.resize(x, (batch, *partly, channels), pixels.method)
+            x = x if pixels.method == "linear" else jnp.clip(x, -1, 1)
+    top, left = (wanted[0] - height) // 2, (wanted[1] - width) // 2
+    x = x[:, top : top + height, left : left + width]
+    mean, deviation = (
+        jnp.asarray(a, x.dtype)[None, None, None]
+        for a in (pixels.mean, pixels.deviation)
+    )
+    return ((x + 1) / 2 - mean) / deviation
 
 
 def vit_small(input_shape: Shape, num_classes: int, rngs: nnx.Rngs) -> Net:
