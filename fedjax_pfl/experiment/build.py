@@ -46,7 +46,7 @@ from fedjax_pfl.engine import (
     unseen,
     validate,
 )
-from fedjax_pfl.engine.method import headline
+from fedjax_pfl.engine.method import headline as usual_headline
 from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, check
@@ -59,7 +59,7 @@ from fedjax_pfl.experiment import (
     upload_options,
 )
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.metrics import VAL
+from fedjax_pfl.experiment.metrics import VAL, watched
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
@@ -242,7 +242,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=headline(task, factory(task, **hparams)),
+        headline=headline(config, program, federation, factory(task, **hparams)),
         networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
@@ -498,6 +498,24 @@ def with_validation(
         return found | {VAL + name: values for name, values in held_out.items()}
 
     return program._replace(evaluate=evaluate) if partition.val_sizes.any() else program
+
+
+def headline(
+    config: Config, program: simulate.Program, federation: Federation, made: Any
+) -> tuple[str, str]:
+    """Returns the score that decides; InputError if the method has no such score."""
+    task: Any = program.task
+    usual = usual_headline(task, made)
+    found = watched(config, usual)
+    if found[0] not in (usual[0], *task.metrics) and not program.on_host:
+        key = jax.random.key(config.seed)
+        traced = {name: jnp.float32(x) for name, x in program.traced.items()}
+        state = jax.eval_shape(program.init, key, traced, program.placement)
+        federation = federation._replace(placement=program.placement)
+        given = (key, traced, federation, state, np.int32(0))
+        names = jax.eval_shape(program.evaluate, *given)
+        text.choose("score", found[0], [x for x in names if not x.startswith(VAL)])
+    return found
 
 
 def draw_unseen(

@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import rich.console
@@ -30,10 +31,11 @@ from flax.training import early_stopping
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import figures, metrics, results
+from fedjax_pfl.experiment import figures, metrics, results, text, warm_start
 from fedjax_pfl.experiment.build import Experiment, unseen_scorer
-from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.run_directory import BEST, RunDirectory
 from fedjax_pfl.simulate import Result
+from fedjax_pfl.types import RunState
 
 
 class Stopped(Exception):
@@ -53,21 +55,94 @@ class Callback:
         self.experiment = experiment
 
 
+class EarlyStopping(Callback):
+    """Stops after `patience` evaluations without a better validation score, and keeps
+    the checkpoint of the best.
+
+    Attributes:
+      state: the best one so far; None before the first evaluation.
+    """
+
+    def __init__(self, patience: int, directory: RunDirectory | None = None):
+        super().__init__(directory)
+        self._patience = patience
+        self._stop = early_stopping.EarlyStopping(patience=patience - 1)
+        self.state: RunState | None = None
+
+    def start(self, experiment: Experiment, start: int) -> None:
+        score, better = experiment.headline
+        self.experiment, self._score = experiment, score
+        self._sign = 1 if better == "min" else -1
+        if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
+            raise InputError("--patience needs --val_fraction and --eval_every.")
+        for row in self.directory.rows("metrics.jsonl") if self.directory else ():
+            if f"val/{score}" in row and "loss" in row:
+                self._update(row[f"val/{score}"])
+        if start:
+            self._before = self.directory.restore(experiment)[1]
+            self.state = self.directory.restore(experiment, BEST)[1]
+        else:
+            self._before = first_state(experiment)
+
+    def _update(self, value: float | None) -> bool:
+        """Returns whether a value is the best so far."""
+        cost = math.inf if value is None or value != value else self._sign * value
+        self._stop = self._stop.update(cost)  # type: ignore[no-untyped-call]
+        return self._stop.has_improved
+
+    def __call__(self, result: Result) -> bool:
+        e, found = self.experiment, metrics.points(result).get("val", {})
+        if self._score in found:
+            values = statistics("val", found, e.partition.val_sizes)
+            known = values.get(f"val/{self._score}")
+            if self._update(known):
+                self._keep(result.round, known)
+        if result.metrics is None:
+            return False
+        following, last = result.round + 1, e.config.rounds - 1
+        evaluated = following % e.config.eval_every == 0 or following >= last
+        if evaluated or self._stop.should_stop:
+            self._before = e.fetch(result.state)
+        if self._stop.should_stop and self.directory:
+            watch, n = f"val/{self._score}", text.plural(self._patience, "evaluation")
+            self.directory.summarize(stopped=f"No better {watch} in {n}")
+        return self._stop.should_stop
+
+    def _keep(self, rounds: int, value: float | None) -> None:
+        """Keeps the state before the round that scored best."""
+        self.state = self._before
+        if self.directory:
+            self.directory.save(rounds, self.state, BEST)
+            best = {"watch": f"val/{self._score}", "round": rounds, "value": value}
+            self.directory.summarize(best=best)
+
+
+def first_state(e: Experiment) -> RunState:
+    """Returns the state before the first round, on the host."""
+    if e.config.init_from is not None:
+        return warm_start.start(e)
+    traced = {name: jnp.float32(value) for name, value in e.program.traced.items()}
+    return e.fetch(e.program.init(e.key, traced))
+
+
 class UnseenClients(Callback):
-    """Personalises and scores unseen clients after the last round.
+    """Personalises and scores unseen clients after the last round, by the best server
+    of early stopping if there is one.
 
     Attributes:
       scores: {"unseen", "unseen_post": {score: [U]}}; empty before the last round.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, early: EarlyStopping | None = None) -> None:
+        self._early = early
         self.scores: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, result: Result) -> None:
         e = self.experiment
         if e.unseen is not None and result.metrics is None:
             score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
-            server = e.fetch(result.state).method.server
+            best = self._early.state if self._early else None
+            server = (e.fetch(result.state) if best is None else best).server
             given = (e.key, e.unseen.federation, server, np.int32(result.round))
             self.scores = jax.device_get(score(*given))
 
@@ -178,35 +253,6 @@ class Checkpointer(Callback):
         )
         if signal:
             raise Stopped(signal)
-
-
-class EarlyStopping(Callback):
-    """Stops after `patience` evaluations without a better validation score."""
-
-    def __init__(self, patience: int, directory: RunDirectory | None = None):
-        super().__init__(directory)
-        self._stop = early_stopping.EarlyStopping(patience=patience - 1)
-
-    def start(self, experiment: Experiment, start: int) -> None:
-        score, better = experiment.headline
-        self.experiment, self._score = experiment, f"val/{score}"
-        self._sign = 1 if better == "min" else -1
-        if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
-            raise InputError("--patience needs --val_fraction and --eval_every.")
-        for row in self.directory.rows("metrics.jsonl") if self.directory else ():
-            if self._score in row and "loss" in row:
-                self._update(row[self._score])
-
-    def _update(self, value: float | None) -> None:
-        cost = math.inf if value is None else self._sign * value
-        self._stop = self._stop.update(cost)  # type: ignore[no-untyped-call]
-
-    def __call__(self, result: Result) -> bool:
-        found = metrics.points(result).get("val")
-        if found and result.metrics is not None:
-            sizes = self.experiment.partition.val_sizes
-            self._update(statistics("val", found, sizes).get(self._score))
-        return self._stop.should_stop
 
 
 class ProgressBar(Callback):

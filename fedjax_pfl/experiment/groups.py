@@ -412,12 +412,20 @@ class Evaluation(Group):
         free=True,
         needs="eval_every",
     )
+    watch: str | None = setting(
+        None,
+        "validation score that stops and compares runs, as val/auc (default: the first "
+        "of --metrics, else the method's)",
+        free=True,
+    )
     unseen_rounds: Count = setting(
         1, "rounds of local training of unseen clients", free=True, needs="unseen"
     )
 
     def check(self) -> None:
         """Raises InputError for an unknown score."""
+        if self.watch is not None and not self.watch.startswith("val/"):
+            raise InputError(f"--watch={self.watch} must be val/SCORE, as val/auc.")
         for name in self.metrics.split(","):
             choose("metric", name, ("acc", *METRICS, PERPLEXITY))
 

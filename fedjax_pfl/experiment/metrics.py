@@ -18,6 +18,7 @@ from fedjax_pfl.uploads.privacy import Guarantee
 
 if TYPE_CHECKING:
     from fedjax_pfl.experiment.build import Experiment
+    from fedjax_pfl.experiment.config import Config
 
 Row = dict[str, Any]
 VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
@@ -98,6 +99,14 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
     lower = any(word in name for word in _LOWER) and not is_share(name)
     lower = lower or name == "ece"
     return "min" if lower else "max"
+
+
+def watched(config: "Config", usual: Headline) -> Headline:
+    """Returns the score of --watch, else the first of --metrics, else the usual one of
+    method and labels."""
+    listed = "" if config.metrics == "acc" else config.metrics.partition(",")[0]
+    name = (config.watch or "").removeprefix(VAL) or listed or usual[0]
+    return name, better(name, usual)
 
 
 def baseline(score: str) -> str:

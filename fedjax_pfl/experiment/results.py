@@ -27,7 +27,7 @@ from fedjax_pfl.experiment import metrics, presets, text
 from fedjax_pfl.experiment.build import Experiment, build, method
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
-from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.run_directory import BEST, CHECKPOINTS, RunDirectory
 from fedjax_pfl.types import RunState
 from fedjax_pfl.uploads.privacy import Guarantee
 
@@ -91,8 +91,10 @@ class Run:
 
     @functools.cached_property
     def checkpoint(self) -> tuple[int, RunState]:
-        """The rounds before the last checkpoint, and the state after them."""
-        rounds, state = RunDirectory(self.path).restore(self.experiment)
+        """The rounds before the best checkpoint of early stopping, else the last, and
+        the state after them."""
+        kind = CHECKPOINTS if self.best is None else BEST
+        rounds, state = RunDirectory(self.path).restore(self.experiment, kind)
         if state is None:
             raise InputError(f"{self.path} has no checkpoint yet.")
         return rounds, state
@@ -586,11 +588,24 @@ def latex(table: pd.DataFrame, better: str = "max") -> str:
     return re.sub(r"BEST(.*?) (?=[&\\])", r"\\textbf{\1} ", made)
 
 
+def stopped(run: Run) -> list[str]:
+    """Returns a sentence on the best round of a run with early stopping, and why it
+    ended."""
+    known = run.summary.get("best")
+    if known is None:
+        return []
+    why = f"{run.summary['stopped']}. " if "stopped" in run.summary else ""
+    rounds = text.plural(known["round"], "round")
+    best = f"{known['watch']} {metrics.quantity(known['watch'], known['value'])}"
+    return [f"{run.path}: {why}Scores are after {rounds}: {best}."]
+
+
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Returns a sentence per run that is not complete, and per run whose last scores
-    are of NaN logits."""
+    """Returns a sentence per run that is not complete or stopped early, and per run
+    whose last scores are of NaN logits."""
     found = [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]
     for run in runs:
+        found += stopped(run)
         rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows/clients"])
         mean, clients = rows.iloc[-1].astype(float) if len(rows) else (np.nan, 0)
         if mean == mean:

@@ -4,11 +4,12 @@ config.json     all settings               versions.json   software, device, rev
 partition.npz   rows of each client        partition.json  digests, unseen clients
 metrics.jsonl   a row per round            scores.jsonl    a row per round, by client
 summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
+best/           checkpoint of --patience   digests.json    hashes of checkpoints
 preparation.json    of texts and tables: what new raw rows need
 """
 
 import contextlib
-import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 import filelock
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -35,7 +37,9 @@ from fedjax_pfl.experiment.config import Config, read
 from fedjax_pfl.experiment.metrics import Row
 from fedjax_pfl.types import PyTree, RunState
 
-KEEP = 2  # checkpoints
+CHECKPOINTS, BEST = "checkpoints", "best"
+KEEP = {CHECKPOINTS: 2, BEST: 1}
+_DIGESTS = "digests.json"
 _ROWS = ("metrics.jsonl", "scores.jsonl")
 _STARTED = {
     "lock",
@@ -45,7 +49,10 @@ _STARTED = {
     "summary.json",
 }
 # files of a run without a finished round, whose directory is free
-_REFUSED = {"config.json", "preparation.json", "checkpoints", *_ROWS}
+_REFUSED = {
+    *("config.json", "preparation.json", CHECKPOINTS, BEST, _DIGESTS),
+    *_ROWS,
+}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 _OPTIONS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
@@ -64,6 +71,7 @@ class RunDirectory:
         self.row: Row = {}
         self.last: Row = {}
         self._writes = jax.process_index() == 0
+        self._managers: dict[str, Any] = {}
         self._lock = filelock.FileLock(self.path / "lock")
 
     @property
@@ -74,7 +82,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Returns whether there is a run with a finished round."""
-        saved = any((self.path / "checkpoints").glob("*"))
+        saved = any((self.path / CHECKPOINTS).glob("*"))
         rows = next(self.rows(_ROWS[0]), None) is not None
         return self.recorded and (saved or rows)
 
@@ -141,9 +149,12 @@ class RunDirectory:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
         if e.preparation is not None:
             self.write("preparation.json", e.preparation.as_json())
-        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
+        self._summarize_headline(e)
         self.write("config.json", e.config.flat())
         return 0, None
+
+    def _summarize_headline(self, e: Experiment) -> None:
+        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
 
     def _reopen(
         self, experiment: Experiment, hashes: Row, now: Row
@@ -164,6 +175,7 @@ class RunDirectory:
             self.last |= row
         resumed = [*before.get("resumed", []), {"round": start, **now}]
         self.write("versions.json", before | {"resumed": resumed})
+        self._summarize_headline(experiment)
         self.write("config.json", experiment.config.flat())
         return start, state
 
@@ -199,32 +211,55 @@ class RunDirectory:
                 with open(self.path / name, "a") as file:
                     file.write(json.dumps(content) + "\n")
 
-    def save(self, step: int, state: RunState) -> None:
-        """Writes a checkpoint after the rows so far; state as `Experiment.fetch`'s."""
-        if not self._writes or step in self._checkpoints.all_steps():
+    def save(self, step: int, state: RunState, kind: str = CHECKPOINTS) -> None:
+        """Writes a checkpoint after the rows so far, and first its digest.
+
+        Args:
+          state: as `Experiment.fetch` returns it.
+          kind: CHECKPOINTS, or BEST for that of early stopping.
+        """
+        if not self._writes or step in (kept := self._manager(kind).all_steps()):
             return
-        for name in _ROWS:
+        for name in (x for x in _ROWS if (self.path / x).exists()):
             with open(self.path / name, "a") as file:
                 os.fsync(file.fileno())
+        sized = _sized(state)
+        known = {
+            name: digest
+            for name, digest in self._digests.items()
+            if not name.startswith(f"{kind}/") or int(name.split("/")[1]) in kept
+        }
+        self.write(_DIGESTS, known | {f"{kind}/{step}": _digest(sized)})
+        for later in (x for x in kept if x > step):  # of a run that was killed
+            self._manager(kind).delete(later)
         try:
-            args = ocp().args.StandardSave(_sized(state))
-            self._checkpoints.save(step, args=args)
+            self._manager(kind).save(step, args=ocp().args.StandardSave(sized))
         except ValueError as error:  # of tensorstore on a full disk
             raise OSError(f"{self.path}: {str(error)[:200]}") from error
 
-    def restore(self, experiment: Experiment) -> tuple[int, RunState | None]:
-        """Returns the step and the state of the last checkpoint, or 0 and None."""
-        known = (self.path / "checkpoints").is_dir()
-        step = self._checkpoints.latest_step() if known else None
+    @property
+    def _digests(self) -> dict[str, str]:
+        known = (self.path / _DIGESTS).is_file()
+        return self.read(_DIGESTS) if known else {}
+
+    def restore(
+        self, experiment: Experiment, kind: str = CHECKPOINTS
+    ) -> tuple[int, RunState | None]:
+        """Returns the step and the state of the last checkpoint of a kind, or 0 and
+        None; InputError if its numbers are not those that were written."""
+        known = (self.path / kind).is_dir()
+        step = self._manager(kind).latest_step() if known else None
         if step is None:
             return 0, None
         like = experiment.state_shapes()
         wanted = jax.eval_shape(_sized, like)
         try:
             args = ocp().args.StandardRestore(wanted)
-            found = self._checkpoints.restore(step, args=args)
+            found = self._manager(kind).restore(step, args=args)
+            if self._digests.get(f"{kind}/{step}") not in (None, _digest(found)):
+                raise ValueError("its numbers are not those that were written.")
         except Exception as error:  # of many types in orbax and tensorstore
-            path, why = self.path / "checkpoints" / str(step), str(error)[:200]
+            path, why = self.path / kind / str(step), str(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
         return step, jax.tree.map(
             lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
@@ -232,20 +267,21 @@ class RunDirectory:
             found,
         )
 
-    @functools.cached_property
-    def _checkpoints(self) -> Any:
-        here = jax.process_index()
-        options = ocp().CheckpointManagerOptions(
-            max_to_keep=KEEP,
-            create=False,
-            enable_async_checkpointing=False,
-            multiprocessing_options=ocp().options.MultiprocessingOptions(
-                primary_host=here, active_processes={here}
-            ),
-        )
-        path = self.path.absolute() / "checkpoints"
-        path.mkdir(exist_ok=True)
-        return ocp().CheckpointManager(path, options=options)
+    def _manager(self, kind: str) -> Any:
+        if kind not in self._managers:
+            here = jax.process_index()
+            options = ocp().CheckpointManagerOptions(
+                max_to_keep=KEEP[kind],
+                create=False,
+                enable_async_checkpointing=False,
+                multiprocessing_options=ocp().options.MultiprocessingOptions(
+                    primary_host=here, active_processes={here}
+                ),
+            )
+            path = self.path.absolute() / kind
+            path.mkdir(exist_ok=True)
+            self._managers[kind] = ocp().CheckpointManager(path, options=options)
+        return self._managers[kind]
 
     def summarize(self, **values: Any) -> None:
         """Changes entries of summary.json."""
@@ -278,6 +314,16 @@ def ocp() -> Any:
 def _sized(tree: PyTree) -> PyTree:
     """Returns the tree with one element in empty leaves, which orbax refuses."""
     return jax.tree.map(lambda x: x if x.size else np.zeros(1, bool), tree)
+
+
+def _digest(tree: PyTree) -> str:
+    """Returns the SHA-256 of a tree's numbers, in the order of its leaves."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if key else leaf)
+        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+    return found.hexdigest()
 
 
 def versions() -> Row:

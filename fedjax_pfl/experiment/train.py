@@ -295,12 +295,12 @@ def standard_callbacks(
     interrupt: standard.Interrupt | None = None,
 ) -> list[Any]:
     """Returns the callbacks that write a run directory, in their order."""
-    unseen = standard.UnseenClients()
-    found: list[Any] = [unseen, standard.MetricsWriter(directory, unseen)]
+    early = standard.EarlyStopping(config.patience, directory)
+    unseen = standard.UnseenClients(early if config.patience else None)
+    found: list[Any] = [early] if config.patience else []
+    found += [unseen, standard.MetricsWriter(directory, unseen)]
     found += [standard.TensorBoard(directory)] if config.tensorboard else []
     found += [standard.WandB(directory)] if config.wandb else []
-    if config.patience:
-        found.append(standard.EarlyStopping(config.patience, directory))
     found += [standard.ClientTable(directory), standard.Curves(directory)]
     every = config.checkpoint_every
     return [*found, standard.Checkpointer(directory, every, interrupt)]
@@ -349,7 +349,7 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
 def closing(directory: RunDirectory) -> str:
     """Returns the headline, its costs and the published number of a finished run."""
     run = results.load(directory.path)
-    table, name = results.last(results.frame([run])), run.headline[0]
+    table, name = results.final([run]), run.headline[0]
     names = [name, *run.config.get("metrics", "").split(",")]
     shown_scores = [*names, "positives", "nan_rows", *map(metrics.baseline, names)]
     rows = table[table["score"].isin(shown_scores)]

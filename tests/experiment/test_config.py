@@ -70,6 +70,7 @@ def test_hyperparameters_are_complete_and_typed():
         ({"algo": "fedavg", "image_size": 8}, "needs --dataset=imagefolder:, domains:"),
         ({"algo": "fedavg", "steps": 3, "drop_last": True}, "needs --epochs"),
         ({"algo": "fedavg", "patience": 1}, "--patience needs --val_fraction"),
+        ({"algo": "fedavg", "watch": "auc"}, "--watch=auc must be val/SCORE"),
         ({"algo": "fedavg", "public": "mnist:9"}, "no effect with --algo=fedavg"),
         ({"algo": "fedavg", "shared_model": "mlp"}, "no effect with --algo=fedavg"),
         ({"algo": "mocha", "momentum": 0.9}, "no effect with --algo=mocha"),

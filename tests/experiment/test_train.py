@@ -12,10 +12,10 @@ from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment
 from fedjax_pfl.data import partition
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import callbacks, warm_start
+from fedjax_pfl.experiment import callbacks, results, warm_start
 from fedjax_pfl.experiment.build import build, check_growth
 from fedjax_pfl.experiment.config import BY_FILE, Config
-from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.run_directory import BEST, RunDirectory
 from fedjax_pfl.experiment.train import complete, execute, standard_callbacks, train
 
 CONFIG = Config(
@@ -171,12 +171,58 @@ def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsy
     rounds = directory.summary["rounds"]
     values = [row["val/acc"] for row in directory.rows("metrics.jsonl")][:rounds]
     assert rounds < 40 and max(values) == max(values[:-2]) == values[-3]
+    best = {"watch": "val/acc", "round": rounds - 3, "value": max(values)}
+    assert directory.summary["best"] == best
+    assert directory.summary["stopped"] == "No better val/acc in 2 evaluations"
+    kept = directory.restore(build(config), BEST)
+    killed(tmp_path / "after", config, best["round"])
+    again = RunDirectory(tmp_path / "after")
+    same((None, kept), (None, again.restore(build(config), BEST)))
     killed(tmp_path / "killed", config, rounds - 2)
     assert execute([RunDirectory(tmp_path / "killed")], [config]) == 0
     same(ends(tmp_path / "run"), ends(tmp_path / "killed"))
     capsys.readouterr()
     assert run("--resume", f"--workdir={directory.path}") == 0
     assert "round 1/" not in capsys.readouterr().out  # nothing is trained
+
+
+def test_the_first_of_metrics_or_watch_decides():
+    e = build(CONFIG.replace(metrics="auc,acc"))
+    assert e.headline == ("auc", "max")
+    assert build(CONFIG.replace(watch="val/acc_present")).headline[0] == "acc_present"
+    with pytest.raises(InputError, match="acc_present"):
+        build(CONFIG.replace(watch="val/acc_presnt"))
+
+
+def test_a_report_reads_the_best_round_of_early_stopping(tmp_path):
+    directory, config = RunDirectory(tmp_path), CONFIG.replace(patience=3, rounds=4)
+    assert execute([directory], [config]) == 0
+    run = results.load(tmp_path)
+    directory.summarize(best={"watch": "val/acc", "round": 1, "value": 0.5})
+    directory.save(1, run.state(), BEST)
+    run = results.load(tmp_path)
+    table = results.final([run])
+    assert set(table["round"]) == {1}
+    assert run.checkpoint[0] == 1
+    [line] = [x for x in results.notes([run]) if "after 1 round" in x]
+    assert line.endswith("Scores are after 1 round: val/acc 50.0 %.")
+
+
+def test_other_numbers_in_a_checkpoint_are_refused(tmp_path):
+    e, found = build(CONFIG), []
+    for name, seed in (("a", 0), ("b", 1)):
+        directory = RunDirectory(tmp_path / name)
+        directory.path.mkdir()
+        state = e.program.init(jax.random.key(seed), e.program.traced)
+        directory.save(2, e.fetch(state))
+        found.append(directory.path)
+    assert RunDirectory(found[0]).restore(e)[0] == 2
+    shutil.rmtree(found[0] / "checkpoints")
+    shutil.copytree(found[1] / "checkpoints", found[0] / "checkpoints")
+    with pytest.raises(InputError, match="not those that were written"):
+        RunDirectory(found[0]).restore(e)
+    (found[0] / "digests.json").unlink()  # of an earlier version
+    assert RunDirectory(found[0]).restore(e)[0] == 2
 
 
 def test_a_run_with_patience_may_grow(tmp_path):
