@@ -114,17 +114,17 @@ def taken(names: Iterable[str] = ALGORITHMS) -> str:
     from fedjax_pfl.uploads.privacy import per_example
 
     def tries(name: str) -> list[Callable[[], Any]]:
-        task = toy.method_task(name)
+        method, task = toy.METHODS[name], toy.method_task(name)
         private = task._replace(bn_stats="local")
         rule, key = asynchronous.fedasync(), jax.random.key(0)
 
         def program(task: Any, *parts: Any, **options: Any) -> Callable[[], Any]:
             given = {"uploads": uploads.chain(*parts), "checked": False} | options
-            return lambda: simulate.program(name, task, **given)
+            return lambda: simulate.program(method, task, **given)
 
         def clocked() -> Any:
             plan = schedule.arrivals(task, key, rounds=2, buffer=1)
-            return asynchronous.program(name, task, rule, plan, checked=False)
+            return asynchronous.program(method, task, rule, plan, checked=False)
 
         return [
             program(task, uploads.top_k(0.1)),

@@ -121,7 +121,7 @@ ACCEPTED = (
     *("fedrep", "lg_fedavg", "fedbabu", "fedrod", "ditto", "apfl", "fedphp", "fedala"),
     *("fml", "fedkd", "fedem", "fedcp", "feddva", "pfedafm", "moon", "feddyn"),
     *("fedlc", "fedntd", "feddbe", "knn_per", "fedadmm", "fedas", "gpfl", "fedmrl"),
-    *("fedgen", "fedl2g", "fedsr", "pfl_da", "fednova", "hetlora", "pfedlora"),
+    *("fedgen", "fedl2g", "fedsr", "pfl_da", "fednova", "fedbn", "pfedlora"),
     *("pfedfda", "flute"),
 )
 

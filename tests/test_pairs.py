@@ -1,4 +1,5 @@
 """Every pair of two options' values in some run: it runs, or is refused in one line.
+Of what is accepted, layout and resumption change nothing.
 
 `pytest -m pairs tests/test_pairs.py` runs them, in about half an hour on 2 cores.
 """
@@ -6,11 +7,14 @@
 import random
 
 import numpy as np
+import pandas as pd
 import pytest
+import toy
 from allpairspy import AllPairs
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import run_directory
+from fedjax_pfl.experiment import config, results, run_directory
+from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.train import run
 
 # at most four values each; None leaves the default
@@ -90,6 +94,42 @@ def rows(given: dict, path, resume: bool) -> list:
     else:
         assert run(given, str(path)) == 0
     return list(run_directory.RunDirectory(path).rows("metrics.jsonl"))
+
+
+# given up in this order until a run is accepted
+LEAST = (
+    *("asynchronous", "adapt", "client_memory", "aggregate", "dp", "server_optimizer"),
+    *("compress", "malicious", "loss", "optimizer", "unseen", "model", "participation"),
+)
+
+
+def accepted(case: dict) -> dict:
+    """Returns the settings of a case without the options that are refused."""
+    left = list(LEAST)
+    while True:
+        try:
+            build(config.resolve(settings(case)))
+            return settings(case)
+        except InputError:
+            case = case | {left.pop(0): None}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    "case", cases()[::8], ids=lambda case: "-".join(map(str, case.values()))
+)
+def test_layout_and_resumption_change_nothing(case, tmp_path):
+    given = accepted(case) | {"rounds": 4, "width": "1", "devices": "1"}
+    for name, change in (("one", {}), ("other", {"width": "3", "devices": "2"})):
+        assert run(given | change, str(tmp_path / name)) == 0
+    assert run(given | {"rounds": 2}, str(tmp_path / "resumed")) == 0
+    assert run({"rounds": 4}, str(tmp_path / "resumed"), resume=True) == 0
+    one, other, resumed = (
+        results.load(tmp_path / name) for name in ("one", "other", "resumed")
+    )
+    pd.testing.assert_frame_equal(resumed.metrics, one.metrics)
+    toy.assert_same(resumed.state(), one.state())
+    toy.assert_close(other.state(), one.state(), 2e-4)
 
 
 @pytest.mark.pairs
