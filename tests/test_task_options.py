@@ -399,3 +399,44 @@ def test_bounded_loops_have_the_same_results():
     with local_training.bounded():
         bounded = run()
     toy.assert_close(run(), bounded)
+
+
+def fails(*given):
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("field", "function", "message"),
+    [
+        ("loss", lambda z, y, mask: z[:, 0], r"return float32\[\], got float32\[2\]"),
+        ("loss", lambda z, y, mask: jnp.sum(y), r"return float32\[\], got int32\[\]"),
+        ("loss", lambda z, y, mask: None, r"return float32\[\], got None"),
+        ("loss", lambda z, y: z.sum(), r"function \(logits, y, mask\) \(TypeError"),
+        ("loss", fails, r"function \(logits, y, mask\) \(KeyError"),
+        ("schedule", lambda t: "high", r"`schedule` must be a function \(round\)"),
+        ("schedule", lambda: 1.0, r"function \(round\) \(TypeError"),
+        ("schedule", lambda t: jnp.ones(3), r"return float32\[\], got float32\[3\]"),
+        ("mix", lambda x: x, r"function \(key, x, labels, mask\) \(TypeError"),
+        (
+            "mix",
+            lambda key, x, y, mask: x,
+            r"`mix` must return float32\[2, 6\], .*, got",
+        ),
+        ("sampling", lambda key, t: 1, r"\(key, round, history\) .* \(TypeError"),
+        ("sampling", lambda key, t, h: "x", r"\(key, round, history\) .* \(TypeError"),
+    ],
+)
+def test_own_functions_of_another_form_are_refused_in_one_line(
+    field, function, message
+):
+    with pytest.raises(InputError, match=message) as error:
+        simulate.program("fedavg", toy.task(**{field: function}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_method_without_the_argument_task_is_refused():
+    def method():
+        pass
+
+    with pytest.raises(InputError, match=r"method must take the arguments \(task"):
+        simulate.program(method, toy.task())

@@ -1,14 +1,14 @@
 """Sampling of the clients of a round."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import trees
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, in_one_line
 from fedjax_pfl.types import Array, History, Task
 
 FEW = 4  # a cohort of at most one in so many clients is drawn without sorting them all
@@ -43,7 +43,7 @@ def reads_record(task: Task) -> bool:
 
     def weights(key: Array, t: Array, record: Record) -> Array:
         none = lambda ids: jnp.zeros(ids.shape)
-        return jnp.asarray(own(key, t, History(jnp.int32(1), none, *record)))
+        return _weights(own, key, t, History(jnp.int32(1), none, *record))
 
     given = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
     jaxpr = jax.make_jaxpr(weights)(*given, jax.eval_shape(lambda: first(n))).jaxpr
@@ -94,7 +94,7 @@ def sample(
     if task.sampling is not None:
         stream = jax.random.fold_in(key_ids, 1)
         history = History(number, loss, *(first(n) if record is None else record))
-        weights = jnp.asarray(task.sampling(stream, jnp.asarray(round), history))
+        weights = _weights(task.sampling, stream, jnp.asarray(round), history)
         if weights.shape != (n,):
             raise InputError(
                 f"`sampling` must return weights [{n}], got {list(weights.shape)}."
@@ -113,6 +113,21 @@ def sample(
     if most == n:  # no rows need a gather
         return jnp.arange(n, dtype=jnp.int32), jnp.argsort(order) < number
     return order[:most], jnp.arange(most) < number
+
+
+def _weights(
+    sampling: Callable[..., Any], key: Array, round: Array, history: History
+) -> Array:
+    """Returns the weights of a user's draw; raises InputError if it fails."""
+    try:
+        return jnp.asarray(sampling(key, round, history))
+    except InputError:
+        raise
+    except Exception as error:  # of a user's function
+        raise InputError(
+            "`sampling` must be a function (key, round, history) -> weights "
+            f"({in_one_line(error)})."
+        ) from error
 
 
 def power_of_choice(

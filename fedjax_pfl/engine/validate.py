@@ -1,13 +1,16 @@
 """Checks of data, tasks and values where they enter the library."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
@@ -57,11 +60,65 @@ def task(given: Task) -> Task:
             f"`sizes` must equal `class_counts.sum(axis=1)`: {_ONE_SOURCE}."
         )
     optimizer(given.optimizer)
+    _functions(given)
     for name in given.metrics:
         choose("metric", name, (*METRICS, PERPLEXITY))
     if PERPLEXITY in given.metrics and np.dtype(given.label.dtype).kind not in "iu":
         raise InputError("The metric perplexity needs labels that are classes.")
     return given
+
+
+def _functions(given: Task) -> None:
+    """Raises InputError unless loss, mix and schedule return what `Task` states."""
+    whole = np.dtype(given.label.dtype).kind in "iu"
+    count, shape = 2, given.label.shape
+    if whole:  # each position is a row
+        count, shape = 2 * math.prod(shape), ()
+    logits = jax.ShapeDtypeStruct((count, given.num_classes), np.float32)
+    y = jax.ShapeDtypeStruct((count, *shape), given.label.dtype)
+    mask = jax.ShapeDtypeStruct((count,), bool)
+    returns("loss", given.loss, (logits, y, mask), np.float32(0))
+    returns("schedule", given.schedule, (jax.ShapeDtypeStruct((), np.int32),), 0.0)
+    if given.mix is not None and given.label.shape == ():
+        x = given.prepared
+        pair = jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype), logits
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        returns("mix", given.mix, (key, *pair, mask), pair)
+
+
+def returns(
+    name: str, function: Callable[..., Any] | None, given: tuple[Any, ...], wanted: Any
+) -> None:
+    """Raises InputError unless a user's function returns arrays of these shapes.
+
+    Args:
+      name: a key of `user_code.CALLS`.
+      function: None is not checked.
+      given: its arguments, or their shapes.
+      wanted: a tree of real numbers like the result.
+    """
+    if function is None:
+        return
+    shape: Callable[[Any], Any] = lambda x: jax.ShapeDtypeStruct(np.shape(x), float)
+
+    def call(*arguments: Any) -> Any:
+        return jax.tree.map(jnp.asarray, function(*arguments))
+
+    takes = f"`{name}` must be a function {user_code.CALLS[name]}"
+    try:
+        found = jax.eval_shape(call, *given)
+    except InputError:
+        raise
+    except Exception as error:  # of a user's function
+        raise InputError(f"{takes} ({in_one_line(error)}).") from error
+    real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(found))
+    same = jax.tree.map(shape, found) == jax.tree.map(shape, wanted)
+    if not same or not (real or name == "schedule"):
+        kinds = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(found)]
+        shapes = [f"float32{list(np.shape(x))}" for x in jax.tree.leaves(wanted)]
+        raise InputError(
+            f"`{name}` must return {', '.join(shapes)}, got {', '.join(kinds) or None}."
+        )
 
 
 def _participation(given: Any) -> tuple[float, float]:
@@ -145,9 +202,15 @@ def method(
 ) -> Callable[..., Algorithm | Method]:
     """Returns the factory of a method given by itself or by its name (see
     `algorithms.find`)."""
-    if isinstance(factory, str):
-        return find(factory)
-    return factory
+    found = find(factory) if isinstance(factory, str) else factory
+    try:
+        inspect.signature(found).bind_partial(None)
+    except TypeError as error:
+        name = hyperparameters.method_name(found)
+        raise InputError(
+            f"{name} must take the arguments {user_code.CALLS['algo']} ({error})."
+        ) from None
+    return found
 
 
 def layout(lr_decay: Any, width: Any, devices: Any) -> None:

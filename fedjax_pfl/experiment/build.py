@@ -312,6 +312,8 @@ def rule_of(server: groups.Server) -> asynchronous.Rule | None:
     if server.asynchronous is None:
         return None
     staleness = task_options.STALENESS.read(server.staleness)()
+    stale = jax.ShapeDtypeStruct((), jnp.float32)
+    validate.returns("staleness", staleness, (stale,), stale)
     return task_options.RULES.read(server.asynchronous)(staleness=staleness)
 
 
