@@ -1,6 +1,7 @@
 """Feature shift and concept shift: one data set, changed per client."""
 
 import colorsys
+import math
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -25,7 +26,9 @@ class Shift(NamedTuple):
     coloured: bool = False  # grey images become coloured ones
 
 
-def rotate(degrees: float) -> Shift:
+def rotate(
+    degrees: Annotated[float, Interval(gt=-math.inf, lt=math.inf)],
+) -> Shift:
     """Rotates images by degrees."""
 
     def rotated(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
