@@ -35,7 +35,7 @@ from fedjax_pfl.experiment import metrics
 from fedjax_pfl.experiment.build import Experiment, check_growth, digests
 from fedjax_pfl.experiment.config import Config, read
 from fedjax_pfl.experiment.metrics import Row
-from fedjax_pfl.types import PyTree, RunState
+from fedjax_pfl.types import PyTree, RunState, State
 
 CHECKPOINTS, BEST = "checkpoints", "best"
 KEEP = {CHECKPOINTS: 2, BEST: 1}
@@ -251,8 +251,13 @@ class RunDirectory:
         step = self._manager(kind).latest_step() if known else None
         if step is None:
             return 0, None
-        like = experiment.state_shapes()
-        wanted = jax.eval_shape(_sized, like)
+        like, old = experiment.state_shapes(), self._earlier(kind, step)
+        if old and jax.tree.leaves(like._replace(method=State((), ()))):
+            raise InputError(
+                f"{self.path} was written by git {self.read('versions.json')['git']}, "
+                "whose state of options has another form: continue it there."
+            )
+        wanted = jax.eval_shape(_sized, like.method if old else like)
         try:
             args = ocp().args.StandardRestore(wanted)
             found = self._manager(kind).restore(step, args=args)
@@ -261,11 +266,21 @@ class RunDirectory:
         except Exception as error:  # of many types in orbax and tensorstore
             path, why = self.path / kind / str(step), str(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        found = like._replace(method=found) if old else found
         return step, jax.tree.map(
             lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
             like,
             found,
         )
+
+    def _earlier(self, kind: str, step: int) -> bool:
+        """Returns whether a checkpoint holds a State alone, as before RunState."""
+        path = self.path.absolute() / kind / str(step) / "default"
+        try:
+            tree = ocp().PyTreeCheckpointHandler().metadata(path).tree
+        except Exception:  # as in `restore`, which says why it cannot be read
+            return False
+        return "method" not in tree
 
     def _manager(self, kind: str) -> Any:
         if kind not in self._managers:

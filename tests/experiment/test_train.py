@@ -225,6 +225,23 @@ def test_other_numbers_in_a_checkpoint_are_refused(tmp_path):
     assert RunDirectory(found[0]).restore(e)[0] == 2
 
 
+@pytest.mark.parametrize("compress", [None, "top_k:0.5"])
+def test_a_checkpoint_of_the_method_alone_is_read_without_options(tmp_path, compress):
+    """As written by versions before RunState."""
+    e = build(CONFIG.replace(compress=compress))
+    directory = RunDirectory(tmp_path)
+    state = e.fetch(e.program.init(jax.random.key(0), e.program.traced))
+    directory.save(2, state.method)
+    directory.write("versions.json", {"git": "f40cf8b3"})
+    if compress is None:
+        step, found = directory.restore(e)
+        assert step == 2
+        toy.assert_same(found, state)
+    else:
+        with pytest.raises(InputError, match="written by git f40cf8b3"):
+            directory.restore(e)
+
+
 def test_a_run_with_patience_may_grow(tmp_path):
     directory, config = RunDirectory(tmp_path), CONFIG.replace(patience=2)
     directory.write("config.json", config.flat())
