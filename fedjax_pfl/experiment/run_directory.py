@@ -280,7 +280,7 @@ class RunDirectory:
             tree = ocp().PyTreeCheckpointHandler().metadata(path).tree
         except Exception:  # as in `restore`, which says why it cannot be read
             return False
-        return "method" not in tree
+        return {*tree} <= {*State._fields}
 
     def _manager(self, kind: str) -> Any:
         if kind not in self._managers:
