@@ -187,6 +187,14 @@ def test_what_changes_the_sampling_or_the_sum_is_refused():
         uploads.chain(uploads.robust("median"), uploads.private())
 
 
+def test_adaptive_clipping_needs_a_cohort():
+    few = toy.task(participation=(0.2, 1.0))
+    with pytest.raises(InputError, match=r"below a tenth .* 1 at least, got 0\.2"):
+        simulate.program(
+            "fedavg", few, uploads=uploads.private(noise=0.2, adaptive=True)
+        )
+
+
 @pytest.mark.slow
 def test_fedas_is_private():
     options = private(noise=1.0)

@@ -101,7 +101,15 @@ def private(
     def equal(weight: Array, active: Array) -> Array:
         return active
 
-    return Upload(init, client, server, equal)
+    def enough(task: Task) -> None:
+        least = task.cohort_sizes[0]
+        if adaptive and noise >= 2 * COUNT_NOISE * least:
+            raise InputError(
+                f"Adaptive clipping needs a `noise` below a tenth of the clients of a "
+                f"round, {least} at least, got {noise}."
+            )
+
+    return Upload(init, client, server, equal, check=enough)
 
 
 class PerExample(NamedTuple):
