@@ -18,7 +18,7 @@ UPDATE = {"a": jnp.float32([[3, -1], [0.5, 2]]), "b": jnp.float32([-4, 0.1])}
 
 
 def sent(option, update, key=KEY):
-    """What one client sends first, and its state after it."""
+    """Returns what one client sends first, and its state after it."""
     made = option.made()
     server, row = made.init(jax.tree.map(jnp.zeros_like, update))
 
@@ -87,7 +87,7 @@ def test_what_was_lost_is_sent_later():
 
 
 def test_rounds_and_seeds_draw_their_own_numbers():
-    """The same update is rounded in another way."""
+    """Rounds the same update in another way."""
     options = {"uploads": uploads.chain(uploads.qsgd(1))}
     program = toy.program("fedavg", toy.task(), **options)
     start = program.init(KEY, program.traced)

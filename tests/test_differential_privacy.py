@@ -11,7 +11,7 @@ import toy
 from jax.flatten_util import ravel_pytree
 from toy import assert_same
 
-from fedjax_pfl import simulate, testing, trees, uploads
+from fedjax_pfl import local_training, simulate, testing, trees, uploads
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Examples, Method, Upload
 from fedjax_pfl.uploads import privacy
@@ -289,6 +289,28 @@ def test_an_example_enters_no_other_examples_gradient(method):
     )
     toy.assert_finite(one)
     assert_same(one, two)
+
+
+@pytest.mark.parametrize(
+    "method", [x if x == "ditto" else toy.slow(x) for x in DECLARED]
+)
+def test_a_round_takes_the_declared_number_of_gradients(method):
+    """Counts the gradients of a round, of which epsilon is computed."""
+    counts = []
+
+    def counted(key, gradients, mask):
+        jax.debug.callback(counts.append, jnp.sum(mask))
+        return zeros(key, gradients, mask)
+
+    task = toy.method_task(method)._replace(per_example=counted, bn_stats="local")
+    factory, ids = toy.METHODS[method], np.arange(len(testing.task().sizes))
+    s = testing.subject(factory, task)
+    jax.effects_barrier()
+    counts.clear()
+    testing.run(s, ids=ids.astype(np.int32), active=np.ones(len(ids), bool))
+    jax.effects_barrier()
+    _, planned = local_training.planned(task, s.task.sizes)
+    assert sum(map(int, counts)) == factory(task).trainings * planned.sum()
 
 
 def test_examples_are_counted_once_for_each_training():

@@ -29,7 +29,7 @@ def ruled(rule, **values):
 
 
 def attacked(kind, scale=1.0, rule=None, share=0.2):
-    """A task with malicious clients, and the options of their attack."""
+    """Returns a task with malicious clients, and the options of their attack."""
     parts = [uploads.attack(kind, scale)] + ([uploads.robust(rule)] if rule else [])
     task = toy.task()._replace(malicious=attacks.chosen(toy.N, share))
     return task, {"uploads": uploads.chain(*parts)}

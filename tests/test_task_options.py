@@ -365,7 +365,7 @@ def test_a_schedule_scales_the_learning_rate_of_each_round():
 
 
 def test_an_option_of_ones_own_knows_the_client():
-    """The updates of all clients are replaced."""
+    """Replaces the updates of all clients."""
 
     def attack(c, update, server, row):
         wrong = jax.tree.map(jnp.zeros_like, update)

@@ -242,7 +242,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
-        headline=headline(config, program, federation, factory(task, **hparams)),
+        headline=headline(config, task, schedule, federation, factory(task, **hparams)),
         networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
@@ -503,20 +503,25 @@ def with_validation(
 
 
 def headline(
-    config: Config, program: simulate.Program, federation: Federation, made: Any
+    config: Config,
+    task: Task,
+    schedule: Schedule | None,
+    federation: Federation,
+    made: Any,
 ) -> tuple[str, str]:
     """Returns the score that decides; InputError if the method has no such score."""
-    task: Any = program.task
     usual = usual_headline(task, made)
     found = watched(config, usual)
-    if found[0] not in (usual[0], *task.metrics) and not program.on_host:
+    if found[0] not in (usual[0], *task.metrics):
         key = jax.random.key(config.seed)
+        # a program with state in host memory cannot be traced
+        program = make_program(config.replace(client_memory="device"), task, schedule)
         traced = {name: jnp.float32(x) for name, x in program.traced.items()}
         state = jax.eval_shape(program.init, key, traced, program.placement)
         federation = federation._replace(placement=program.placement)
         given = (key, traced, federation, state, np.int32(0))
         names = jax.eval_shape(program.evaluate, *given)
-        text.choose("score", found[0], [x for x in names if not x.startswith(VAL)])
+        text.choose("score", found[0], names)
     return found
 
 
@@ -780,11 +785,7 @@ def digests(e: Experiment) -> dict[str, str]:
         "code": user_code.digest(code) or "",
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
-        **(
-            {"noise (of --dp_epsilon in so many --rounds)": str(noise)}
-            if noise is not None
-            else {}
-        ),
+        **({"noise (--dp_epsilon, --rounds)": str(noise)} if noise is not None else {}),
     }
 
 

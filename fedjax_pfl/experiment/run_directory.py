@@ -165,6 +165,10 @@ class RunDirectory:
         if changed := [name for name, x in now.items() if before.get(name) != x]:
             names = ", ".join(changed)
             logging.warning("Other %s than at the start: last bits may differ.", names)
+        hparams = self.read("config.json")["hparams"]
+        for name, value in experiment.config.hparams.items():
+            if name not in hparams:  # an earlier version had no such hyperparameter
+                logging.warning("%s was not recorded, its default is %s.", name, value)
         check_growth(experiment, self.config.rounds)
         start, state = self.restore(experiment)
         files = {x: self._rewound(x, start, experiment.config) for x in _ROWS}

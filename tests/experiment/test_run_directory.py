@@ -87,6 +87,18 @@ def test_a_state_is_the_same_after_a_checkpoint(experiment, begun):
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
+def test_a_hyperparameter_that_was_not_recorded_is_named(tmp_path, caplog):
+    begun, experiment = RunDirectory(tmp_path), build(CONFIG.replace(algo="fedprox"))
+    for recorded, warned in (({"mu": 0.001}, False), ({}, True)):
+        begun.open(experiment)
+        begun.append({"round": 0, "pre/acc": 0.5}, {"round": 0, "pre": {}})
+        content = begun.read("config.json")
+        begun.write("config.json", content | {"hparams": recorded})
+        begun.open(experiment)
+        found = "mu was not recorded, its default is 0.001." in caplog.text
+        assert found == warned
+
+
 def test_a_state_may_hold_random_keys_and_empty_leaves(begun):
     key = jax.random.key(3)
     state = {

@@ -192,6 +192,9 @@ def test_the_first_of_metrics_or_watch_decides():
     assert build(CONFIG.replace(watch="val/acc_present")).headline[0] == "acc_present"
     with pytest.raises(InputError, match="acc_present"):
         build(CONFIG.replace(watch="val/acc_presnt"))
+    host = {"client_memory": "host", "participation": "0.5"}
+    with pytest.raises(InputError, match="acc_present"):
+        build(CONFIG.replace(watch="val/acc_presnt", **host))
 
 
 def test_a_report_reads_the_best_round_of_early_stopping(tmp_path):
@@ -227,7 +230,7 @@ def test_other_numbers_in_a_checkpoint_are_refused(tmp_path):
 
 @pytest.mark.parametrize("compress", [None, "top_k:0.5"])
 def test_a_checkpoint_of_the_method_alone_is_read_without_options(tmp_path, compress):
-    """As written by versions before RunState."""
+    """Reads what versions before RunState wrote."""
     e = build(CONFIG.replace(compress=compress))
     directory = RunDirectory(tmp_path)
     state = e.fetch(e.program.init(jax.random.key(0), e.program.traced))
