@@ -12,6 +12,7 @@ from toy import assert_close, assert_same
 
 from fedjax_pfl import simulate, trees, uploads
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.uploads import compression
 
 KEY = jax.random.key(0)
 UPDATE = {"a": jnp.float32([[3, -1], [0.5, 2]]), "b": jnp.float32([-4, 0.1])}
@@ -40,6 +41,16 @@ def test_the_largest_numbers_travel():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 10, 100])
+def test_the_largest_are_those_of_jax(k):
+    """Equal numbers, zeros and subnormal numbers included."""
+    x = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    for values in (x, np.round(x), 0 * x, 1e-40 * x):
+        _, at = jax.lax.top_k(jnp.abs(values), k)
+        found = compression.largest(jnp.asarray(values), jnp.int32(k))
+        assert set(np.flatnonzero(found)) == set(np.asarray(at))
+
+
 def test_quantisation_has_no_bias_and_few_levels():
     option = uploads.qsgd(4)
     keys = jax.random.split(KEY, 4000)
