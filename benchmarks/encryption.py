@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from absl import app, flags
 
-from fedjax_pfl.privacy import encryption
+from fedjax_pfl.algorithms.pfedc import encryption
 
 CLIENTS = flags.DEFINE_multi_integer("clients", [10, 50, 100], "clients of a round")
 NUMBERS = flags.DEFINE_multi_integer(

@@ -49,9 +49,9 @@ MODULES = {  # by topic
     ],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],
     "Privacy": [
-        *("privacy.reconstruction", "privacy.encryption", "uploads.privacy"),
-        *("uploads.chain", "uploads.compression", "uploads.robust"),
-        *("uploads.attacks", "uploads.server"),
+        *("privacy.reconstruction", "algorithms.pfedc.encryption"),
+        *("uploads.chain", "uploads.compression", "uploads.privacy"),
+        *("uploads.robust", "uploads.attacks", "uploads.server"),
     ],
 }
 OPTIONS = "<!-- options -->"  # around the table of options in docs/methods/index.md

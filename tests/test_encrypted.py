@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.algorithms.pfedc import encryption
 from fedjax_pfl.engine.placement import AXIS, make_mesh
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.privacy import encryption
 
 RNG = np.random.default_rng(0)
 

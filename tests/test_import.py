@@ -25,6 +25,7 @@ def test_import_does_not_start_jax():
         ("from fedjax_pfl import compression", "uploads=uploads.top_k"),
         ("from fedjax_pfl import server_optimizer", "server=uploads.fedadam"),
         ("from fedjax_pfl.privacy import differential_privacy", "uploads.private"),
+        ("from fedjax_pfl.privacy import encryption", "algorithms.pfedc.encryption"),
         ("from fedjax_pfl.privacy import robust", "uploads.robust"),
         ("from fedjax_pfl.uploads import Through", "an Upload"),
         ("from fedjax_pfl.traffic import uploads", "both_ways"),

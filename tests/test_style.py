@@ -46,22 +46,44 @@ def test_methods_import_neither_the_loop_nor_each_other():
             ]
 
 
-def test_modules_of_data_import_each_other_in_one_direction():
-    """Also inside functions; an import of a package is one of its `__init__`."""
-    folder, graph = ROOT / "fedjax_pfl", {}
-    for path in (folder / "data").rglob("*.py"):
-        found = set()
+def imports(folder):
+    """{module: the modules that it imports}, also inside functions and for types; an
+    import of a package is one of its `__init__`."""
+    files = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): path
+        for path in folder.rglob("*.py")
+    }
+    graph = {}
+    for module, path in files.items():
+        names = []
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = {f"{node.module}.{x.name}" for x in node.names}
-                found |= {node.module} | names
-        graph[path] = [
-            folder.parent / f"{'/'.join(x.split('.'))}.py"
-            for x in found
-            if x.startswith("fedjax_pfl.data")
-        ]
-    assert len(graph) > 10
+            if isinstance(node, ast.Import):
+                names += [x.name for x in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names += [f"{node.module}.{x.name}" for x in node.names]
+        graph[module] = set()
+        for name in names:
+            parents = (name, f"{name}.__init__", name.rpartition(".")[0])
+            found = [x for x in (*parents, f"{parents[2]}.__init__") if x in files]
+            graph[module] |= {*found[:1]} - {module}
+    return graph
+
+
+def test_modules_import_each_other_in_one_direction():
+    graph = imports(ROOT / "fedjax_pfl")
+    assert len(graph) > 200 and sum(map(len, graph.values())) > 800
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_packages_import_each_other_in_one_direction():
+    """`experiment` is the highest floor: no other package imports it."""
+    floors: dict = {}
+    for module, found in imports(ROOT / "fedjax_pfl").items():
+        own = module.split(".")[1]
+        floors.setdefault(own, set()).update({x.split(".")[1] for x in found} - {own})
+    order = list(graphlib.TopologicalSorter(floors).static_order())
+    assert order.index("data") < order.index("engine") < order.index("experiment")
+    assert not [floor for floor, found in floors.items() if "experiment" in found]
 
 
 def test_the_public_names_are_few_and_documented():

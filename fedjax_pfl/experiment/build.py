@@ -1,11 +1,9 @@
 """Experiments from settings: data, partition, networks, task and program."""
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ from fedjax_pfl import (
     clock,
     local_training,
     simulate,
-    trees,
     user_code,
 )
 from fedjax_pfl.algorithms.find import find
@@ -34,12 +31,10 @@ from fedjax_pfl.data import (
     shifts,
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, select
-from fedjax_pfl.data.preparation import Preparation
 from fedjax_pfl.data.sources import images, registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
-    distributed,
     host_state,
     placement,
     program as engine,
@@ -58,8 +53,10 @@ from fedjax_pfl.experiment import (
     text,
     upload_options,
 )
+from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL, watched
+from fedjax_pfl.experiment.types import Experiment, Unseen
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
@@ -68,110 +65,6 @@ from fedjax_pfl.uploads.attacks import chosen
 from fedjax_pfl.uploads.privacy import per_example
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
-
-
-class Unseen(NamedTuple):
-    """Clients that do not train."""
-
-    ids: np.ndarray  # [U] rows of the whole partition
-    partition: Partition
-    federation: Federation
-    task: Task
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """Everything that a run computes with, for N clients that train.
-
-    Attributes:
-      config: the settings, with the number of clients, the network, the width and the
-        devices that were chosen.
-      everybody: the partition with the clients that do not train.
-      headline: the primary score, and "max" or "min".
-      networks: [N] name of each client's network.
-      planned: local steps and examples of each client in a round, [N] each.
-      examples: counts of the data set: used, available, and of its whole.
-      marks: type of mark on each client's images, without --marks empty.
-      preparation: of new raw rows; None: it is fixed.
-      schedule: arrivals of an asynchronous run.
-      member: index in a batch of experiments that is one program; None: it is alone.
-      batch: number of experiments in the batch.
-    """
-
-    config: Config
-    dataset: datasets.Dataset
-    unmarked: datasets.Dataset
-    public: datasets.Dataset | None
-    everybody: Partition
-    partition: Partition
-    federation: Federation
-    task: Task
-    program: simulate.Program
-    headline: tuple[str, str]
-    networks: np.ndarray
-    planned: tuple[np.ndarray, ...]
-    examples: dict[str, int]
-    marks: tuple[str, ...] = ()
-    preparation: Preparation | None = None
-    unseen: Unseen | None = None
-    schedule: Schedule | None = None
-    member: int | None = None
-    batch: int = 1
-
-    @property
-    def key(self) -> Array:
-        """Returns the random key of the seed."""
-        return jax.random.key(self.config.seed)
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Sets `matmul_precision` and `loop` for the programs traced in the context."""
-        wanted = self.config.matmul_precision
-        precision = None if wanted == "default" else wanted
-        with (
-            jax.default_matmul_precision(precision),
-            local_training.loop(self.config.loop),
-        ):
-            yield
-
-    def on_one_device(self) -> simulate.Program:
-        """Returns the program on one device, for the same states by client id."""
-        config = self.config.replace(client_memory="device")
-        return make_program(config, self.task, self.schedule)
-
-    def state_shapes(self) -> RunState:
-        """Returns the state's structure, with shapes and dtypes instead of arrays."""
-        program = self.on_one_device()
-        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-        return jax.eval_shape(lambda: program.unplace(program.init(self.key, traced)))
-
-    def fetch(self, state: RunState | None) -> RunState:
-        """Returns the state of a result on every host, rows by client id."""
-        if self.member is not None:
-            state = trees.gather(state, self.member)
-        return self.program.unplace(distributed.fetch(state))
-
-    def predictor(
-        self, state: RunState, t: int, client: int
-    ) -> Callable[[Any], PyTree]:
-        """Returns one client's model after `t` rounds, raw inputs [B, ...] -> outputs.
-
-        Args:
-          state: as `fetch` returns it.
-        """
-        program = self.on_one_device()
-        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-        predict, placed = (
-            jax.jit(program.predict, static_argnums=5),
-            program.place(state),
-        )
-        given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
-
-        def run(x: Any) -> PyTree:
-            with self.tracing():
-                return predict(*given, jnp.asarray(x))
-
-        return run
 
 
 def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
@@ -193,7 +86,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     warn_of_data(config.data, data.unmarked, names)
     trained, others = draw_unseen(config.unseen, of, config.seed)
     if upload_options.flips_labels(config.uploads):
-        share, _ = upload_options.malicious(config.uploads)
+        share, _ = config.uploads.attack
         bad = trained[chosen(len(trained), share)]
         dataset = shifts.flipped(dataset, everybody, bad)
     folders, private = pretrained.folders(config.model.name), config.dp is not None
@@ -242,6 +135,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         federation=federation,
         task=task,
         program=program,
+        alone=on_one_device(config, task, schedule),
         headline=headline(config, task, schedule, federation, factory(task, **hparams)),
         networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),
@@ -486,6 +380,13 @@ def make_program(
     return make(factory, task, hparams, **options)
 
 
+def on_one_device(
+    config: Config, task: Task, schedule: Schedule | None = None
+) -> simulate.Program:
+    """Returns the program with all of its state in the memory of one device."""
+    return make_program(config.replace(client_memory="device"), task, schedule)
+
+
 def with_validation(
     program: simulate.Program, partition: Partition
 ) -> simulate.Program:
@@ -515,7 +416,7 @@ def headline(
     if found[0] not in (usual[0], *task.metrics):
         key = jax.random.key(config.seed)
         # a program with state in host memory cannot be traced
-        program = make_program(config.replace(client_memory="device"), task, schedule)
+        program = on_one_device(config, task, schedule)
         traced = {name: jnp.float32(x) for name, x in program.traced.items()}
         state = jax.eval_shape(program.init, key, traced, program.placement)
         federation = federation._replace(placement=program.placement)
@@ -703,13 +604,23 @@ def base_variables(path: str) -> PyTree:
     Raises:
       InputError: the run has no checkpoint, or its clients shared no body.
     """
-    from fedjax_pfl.experiment import results  # made of experiments
-
-    server = results.load(path).state().method.server
+    server = restored(path)[2].method.server
     if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
         raise InputError(f"--base={path} has no model that its clients shared.")
     parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
     return jax.tree.map(jnp.asarray, parts)
+
+
+def rebuilt(path: str | Path) -> Experiment:
+    """Returns the experiment of a run directory, on one device."""
+    config = settings.read(Path(path).expanduser() / "config.json")
+    return build(config.replace(devices="1", client_memory="device"))
+
+
+def restored(path: str | Path) -> tuple[Experiment, int, RunState]:
+    """Returns a run's experiment, rounds and state, as `Checkpoints.latest`."""
+    e = rebuilt(path)
+    return e, *Checkpoints(path).latest(e)
 
 
 def num_parameters(model: Model) -> int:
@@ -746,10 +657,9 @@ def check_growth(e: Experiment, before: int) -> None:
     if e.config.dp_epsilon is not None:
         raise InputError(f"--dp_epsilon is that of --rounds={before}.")
     texts = set()
-    plain = dataclasses.replace(e, schedule=None)
     for rounds in (before, e.config.rounds):
         task = e.task._replace(rounds=rounds)
-        program = dataclasses.replace(plain, task=task).on_one_device()
+        program = on_one_device(e.config, task)
         federation = simulate.with_frozen(e.federation, task)
         federation = federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))

@@ -32,8 +32,10 @@ from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import figures, metrics, results, text, warm_start
-from fedjax_pfl.experiment.build import Experiment, unseen_scorer
-from fedjax_pfl.experiment.run_directory import BEST, RunDirectory
+from fedjax_pfl.experiment.build import unseen_scorer
+from fedjax_pfl.experiment.checkpoints import BEST
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.simulate import Result
 from fedjax_pfl.types import RunState
 

@@ -21,7 +21,8 @@ from flax import serialization, traverse_util
 from fedjax_pfl import architectures, averaging, simulate
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import cli, results
-from fedjax_pfl.experiment.build import Experiment, method
+from fedjax_pfl.experiment.build import method
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, RunState, Task

@@ -7,6 +7,7 @@ type, range and choices, as that of a method's hyperparameter.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
@@ -17,9 +18,10 @@ from fedjax_pfl.data.loading import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS, rules_of
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.evaluation import METRICS, PERPLEXITY
-from fedjax_pfl.experiment import task_options as options, text, upload_options
+from fedjax_pfl.experiment import task_options as options, text
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.options import Options
+from fedjax_pfl.uploads.chain import Option
 from fedjax_pfl.uploads.server import SERVERS
 
 MOST = 2**31 - 1  # rounds and steps are counted in int32
@@ -354,12 +356,12 @@ class Uploads(Group):
     """Uploads."""
 
     compress: str | None = setting(
-        None, "compression of uploads", options=upload_options.COMPRESSIONS
+        None, "compression of uploads", options=options.COMPRESSIONS
     )
     malicious: str | None = setting(
         None,
         f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
-        f"FRACTION:ATTACK:SCALE, one of {', '.join(upload_options.ATTACKS)}",
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(options.ATTACKS)}",
     )
     dp: Literal["client", "adaptive", "example"] | None = setting(
         None,
@@ -383,9 +385,17 @@ class Uploads(Group):
         "fixed", "sampling of clients that the accountant of --dp assumes", needs="dp"
     )
 
+    @property
+    def attack(self) -> tuple[float, Callable[..., Option | None]]:
+        """Returns the fraction of malicious clients, and what makes their attack."""
+        fraction, _, rest = (self.malicious or "0:label_flip").partition(":")
+        share = hyperparameters.parse(float, "malicious", fraction)
+        check("malicious", share, 0, 1, open_high=True)
+        return share, options.ATTACKS.read(rest)
+
     def check(self) -> None:
         """Raises InputError for settings that do not fit each other."""
-        upload_options.malicious(self)
+        _ = self.attack
         if self.dp is None:
             return
         if (self.dp_noise is None) == (self.dp_epsilon is None):

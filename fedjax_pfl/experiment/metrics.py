@@ -6,19 +6,17 @@ POINT/SCORE/STATISTIC: `pre/acc`, `post/acc/micro`.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import of_round, statistics
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.uploads import privacy
 from fedjax_pfl.uploads.privacy import Guarantee
-
-if TYPE_CHECKING:
-    from fedjax_pfl.experiment.build import Experiment
-    from fedjax_pfl.experiment.config import Config
 
 Row = dict[str, Any]
 VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
@@ -101,7 +99,7 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
     return "min" if lower else "max"
 
 
-def watched(config: "Config", usual: Headline) -> Headline:
+def watched(config: Config, usual: Headline) -> Headline:
     """Returns the score of --watch, else the first of --metrics, else the usual one of
     method and labels."""
     listed = "" if config.metrics == "acc" else config.metrics.partition(",")[0]
@@ -178,7 +176,7 @@ def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
 
 def row(
     result: simulate.Result,
-    experiment: "Experiment",
+    experiment: Experiment,
     latest: Mapping[str, np.ndarray] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Row:
@@ -220,13 +218,13 @@ def _duration(ends: np.ndarray, number: int) -> float:
     return float(ends[number] - (ends[number - 1] if number else 0))
 
 
-def guarantee(e: "Experiment", rounds: int) -> Guarantee:
+def guarantee(e: Experiment, rounds: int) -> Guarantee:
     """Returns the guarantee of an experiment with --dp after some rounds."""
     given = {"delta": e.config.dp_delta, "sampling": e.config.dp_sampling}
     return privacy.guarantee(e.program, rounds, **given)
 
 
-def by_network(values: Mapping[str, np.ndarray], e: "Experiment") -> dict[str, Any]:
+def by_network(values: Mapping[str, np.ndarray], e: Experiment) -> dict[str, Any]:
     """Returns scores [N] and the headline per network, such as `acc@lenet`."""
     name, kinds = e.headline[0], list(dict.fromkeys(e.networks))
     if len(kinds) == 1 or name not in values:

@@ -25,8 +25,9 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.experiment import cli, results, upload_options
-from fedjax_pfl.experiment.build import Experiment, build, method
+from fedjax_pfl.experiment.build import build, method
 from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.privacy import reconstruction
 from fedjax_pfl.types import PyTree, RunState
 
@@ -169,7 +170,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
         t, state = directory.restore(e)
     with e.tracing():
         if state is None:
-            program = e.on_one_device()
+            program = e.alone
             state = program.unplace(program.init(e.key, program.traced))
         found = attack(e, jax.tree.map(jnp.asarray, state), t, **options)
     row = {"method": e.config.algo, "round": t}

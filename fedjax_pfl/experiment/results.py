@@ -24,10 +24,12 @@ from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.program import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets, text
-from fedjax_pfl.experiment.build import Experiment, build, method
+from fedjax_pfl.experiment.build import build, method, rebuilt
+from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
-from fedjax_pfl.experiment.run_directory import BEST, CHECKPOINTS, RunDirectory
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.types import RunState
 from fedjax_pfl.uploads.privacy import Guarantee
 
@@ -86,18 +88,13 @@ class Run:
     @functools.cached_property
     def experiment(self) -> Experiment:
         """The experiment of the run; loads its data and builds its networks."""
-        config = RunDirectory(self.path).config
-        return build(config.replace(devices="1", client_memory="device"))
+        return rebuilt(self.path)
 
     @functools.cached_property
     def checkpoint(self) -> tuple[int, RunState]:
         """The rounds before the best checkpoint of early stopping, else the last, and
         the state after them."""
-        kind = CHECKPOINTS if self.best is None else BEST
-        rounds, state = RunDirectory(self.path).restore(self.experiment, kind)
-        if state is None:
-            raise InputError(f"{self.path} has no checkpoint yet.")
-        return rounds, state
+        return Checkpoints(self.path).latest(self.experiment)
 
     def state(self) -> RunState:
         """Returns the state at the last checkpoint."""

@@ -9,8 +9,6 @@ preparation.json    of texts and tables: what new raw rows need
 """
 
 import contextlib
-import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -23,8 +21,6 @@ from typing import Any
 
 import filelock
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
 import fedjax_pfl
@@ -32,14 +28,21 @@ from fedjax_pfl.data import partition
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics
-from fedjax_pfl.experiment.build import Experiment, check_growth, digests
+from fedjax_pfl.experiment.build import check_growth, digests
+from fedjax_pfl.experiment.checkpoints import (
+    BEST,
+    CHECKPOINTS,
+    DIGESTS,
+    Checkpoints,
+    read_json,
+    replace,
+    write_json,
+)
 from fedjax_pfl.experiment.config import Config, read
 from fedjax_pfl.experiment.metrics import Row
-from fedjax_pfl.types import PyTree, RunState, State
+from fedjax_pfl.experiment.types import Experiment
+from fedjax_pfl.types import RunState
 
-CHECKPOINTS, BEST = "checkpoints", "best"
-KEEP = {CHECKPOINTS: 2, BEST: 1}
-_DIGESTS = "digests.json"
 _ROWS = ("metrics.jsonl", "scores.jsonl")
 _STARTED = {
     "lock",
@@ -50,7 +53,7 @@ _STARTED = {
 }
 # files of a run without a finished round, whose directory is free
 _REFUSED = {
-    *("config.json", "preparation.json", CHECKPOINTS, BEST, _DIGESTS),
+    *("config.json", "preparation.json", CHECKPOINTS, BEST, DIGESTS),
     *_ROWS,
 }
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
@@ -71,7 +74,7 @@ class RunDirectory:
         self.row: Row = {}
         self.last: Row = {}
         self._writes = jax.process_index() == 0
-        self._managers: dict[str, Any] = {}
+        self._checkpoints = Checkpoints(self.path)
         self._lock = filelock.FileLock(self.path / "lock")
 
     @property
@@ -216,91 +219,19 @@ class RunDirectory:
                     file.write(json.dumps(content) + "\n")
 
     def save(self, step: int, state: RunState, kind: str = CHECKPOINTS) -> None:
-        """Writes a checkpoint after the rows so far, and first its digest.
-
-        Args:
-          state: as `Experiment.fetch` returns it.
-          kind: CHECKPOINTS, or BEST for that of early stopping.
-        """
-        if not self._writes or step in (kept := self._manager(kind).all_steps()):
-            return
-        for name in (x for x in _ROWS if (self.path / x).exists()):
-            with open(self.path / name, "a") as file:
-                os.fsync(file.fileno())
-        sized = _sized(state)
-        known = {
-            name: digest
-            for name, digest in self._digests.items()
-            if not name.startswith(f"{kind}/") or int(name.split("/")[1]) in kept
-        }
-        self.write(_DIGESTS, known | {f"{kind}/{step}": _digest(sized)})
-        for later in (x for x in kept if x > step):  # of a run that was killed
-            self._manager(kind).delete(later)
-        try:
-            self._manager(kind).save(step, args=ocp().args.StandardSave(sized))
-        except ValueError as error:  # of tensorstore on a full disk
-            raise OSError(f"{self.path}: {str(error)[:200]}") from error
-
-    @property
-    def _digests(self) -> dict[str, str]:
-        known = (self.path / _DIGESTS).is_file()
-        return self.read(_DIGESTS) if known else {}
+        """Writes a checkpoint after the rows so far; arguments as of
+        `Checkpoints.save`."""
+        if self._writes:
+            for name in (x for x in _ROWS if (self.path / x).exists()):
+                with open(self.path / name, "a") as file:
+                    os.fsync(file.fileno())
+            self._checkpoints.save(step, state, kind)
 
     def restore(
         self, experiment: Experiment, kind: str = CHECKPOINTS
     ) -> tuple[int, RunState | None]:
-        """Returns the step and the state of the last checkpoint of a kind, or 0 and
-        None; InputError if its numbers are not those that were written."""
-        known = (self.path / kind).is_dir()
-        step = self._manager(kind).latest_step() if known else None
-        if step is None:
-            return 0, None
-        like, old = experiment.state_shapes(), self._earlier(kind, step)
-        if old and jax.tree.leaves(like._replace(method=State((), ()))):
-            raise InputError(
-                f"{self.path} was written by git {self.read('versions.json')['git']}, "
-                "whose state of options has another form: continue it there."
-            )
-        wanted = jax.eval_shape(_sized, like.method if old else like)
-        try:
-            args = ocp().args.StandardRestore(wanted)
-            found = self._manager(kind).restore(step, args=args)
-            if self._digests.get(f"{kind}/{step}") not in (None, _digest(found)):
-                raise ValueError("its numbers are not those that were written.")
-        except Exception as error:  # of many types in orbax and tensorstore
-            path, why = self.path / kind / str(step), str(error)[:200]
-            raise InputError(f"{path} cannot be read, delete it: {why}") from error
-        found = like._replace(method=found) if old else found
-        return step, jax.tree.map(
-            lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
-            like,
-            found,
-        )
-
-    def _earlier(self, kind: str, step: int) -> bool:
-        """Returns whether a checkpoint holds a State alone, as before RunState."""
-        path = self.path.absolute() / kind / str(step) / "default"
-        try:
-            tree = ocp().PyTreeCheckpointHandler().metadata(path).tree
-        except Exception:  # as in `restore`, which says why it cannot be read
-            return False
-        return {*tree} <= {*State._fields}
-
-    def _manager(self, kind: str) -> Any:
-        if kind not in self._managers:
-            here = jax.process_index()
-            options = ocp().CheckpointManagerOptions(
-                max_to_keep=KEEP[kind],
-                create=False,
-                enable_async_checkpointing=False,
-                multiprocessing_options=ocp().options.MultiprocessingOptions(
-                    primary_host=here, active_processes={here}
-                ),
-            )
-            path = self.path.absolute() / kind
-            path.mkdir(exist_ok=True)
-            self._managers[kind] = ocp().CheckpointManager(path, options=options)
-        return self._managers[kind]
+        """Returns what `Checkpoints.restore` returns."""
+        return self._checkpoints.restore(experiment, kind)
 
     def summarize(self, **values: Any) -> None:
         """Changes entries of summary.json."""
@@ -309,40 +240,16 @@ class RunDirectory:
 
     def read(self, name: str) -> Any:
         """Returns the content of a JSON file; InputError if it cannot be read."""
-        try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self.path / name} cannot be read: {error}") from None
+        return read_json(self.path / name)
 
     def write(self, name: str, content: Any) -> None:
         """Writes a JSON file whole or not at all."""
-        self._replace(name, json.dumps(content, indent=2) + "\n")
+        if self._writes:
+            write_json(self.path / name, content)
 
     def _replace(self, name: str, content: str) -> None:
         if self._writes:
-            part = self.path / f"{name}.part"
-            part.write_text(content, encoding="utf-8")
-            os.replace(part, self.path / name)
-
-
-def ocp() -> Any:
-    """Returns orbax, which takes two seconds to import."""
-    return importlib.import_module("orbax.checkpoint")
-
-
-def _sized(tree: PyTree) -> PyTree:
-    """Returns the tree with one element in empty leaves, which orbax refuses."""
-    return jax.tree.map(lambda x: x if x.size else np.zeros(1, bool), tree)
-
-
-def _digest(tree: PyTree) -> str:
-    """Returns the SHA-256 of a tree's numbers, in the order of its leaves."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = np.asarray(jax.random.key_data(leaf) if key else leaf)
-        found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    return found.hexdigest()
+            replace(self.path / name, content)
 
 
 def versions() -> Row:

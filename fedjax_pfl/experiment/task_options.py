@@ -1,5 +1,4 @@
-"""Loss, mixing, schedule, sampling and rules of a task by their names on the command
-line.
+"""Options of a task and of its uploads by their names on the command line.
 
 A name may have values, as focal:2. FILE.py:NAME is a function of the user's own, with
 the arguments of the field of `Task`.
@@ -19,6 +18,10 @@ from fedjax_pfl.engine.sampling import power_of_choice
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.options import Options
 from fedjax_pfl.types import Task
+from fedjax_pfl.uploads import attack, low_rank, qsgd, top_k
+from fedjax_pfl.uploads.chain import Option
+
+Scale = Annotated[float, Ge(0)]
 
 
 def of_labels() -> None:
@@ -71,6 +74,25 @@ def step(rounds: int) -> Callable[[Any], Any]:
     return optax.piecewise_constant_schedule(1.0, cuts)
 
 
+def label_flip() -> None:
+    """Trains on the labels C - 1 - y."""
+
+
+def sign_flip(scale: Scale = 1.0) -> Option:
+    """Sends -scale times the update."""
+    return attack("sign_flip", scale)
+
+
+def scale(scale: Scale = 1.0) -> Option:
+    """Sends scale times the update."""
+    return attack("scale", scale)
+
+
+def gaussian(scale: Scale = 1.0) -> Option:
+    """Sends normal numbers of the standard deviation scale."""
+    return attack("gaussian", scale)
+
+
 LOSSES = Options(
     "loss",
     {
@@ -102,3 +124,11 @@ RULES = Options(
 )
 _WEIGHTS = (asynchronous.constant, asynchronous.polynomial, asynchronous.hinge)
 STALENESS = Options("staleness", {x.__name__: x for x in _WEIGHTS})
+ATTACKS = Options(
+    "malicious", {x.__name__: x for x in (label_flip, sign_flip, scale, gaussian)}
+)
+COMPRESSIONS = Options(
+    "compress",
+    {x.__name__: x for x in (top_k, qsgd, low_rank)},
+    own=lambda function: function(),
+)

@@ -22,8 +22,9 @@ from fedjax_pfl.experiment import (
     text,
     warm_start,
 )
-from fedjax_pfl.experiment.build import Experiment, build, num_parameters
+from fedjax_pfl.experiment.build import build, num_parameters
 from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.types import Array, Federation, RunState
 
 DIVERGED = 3  # exit code

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import results
-from fedjax_pfl.experiment.build import Experiment, make_program
+from fedjax_pfl.experiment.build import on_one_device, restored
+from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.types import Array, PyTree, RunState
 
 
@@ -24,8 +24,8 @@ def start(e: Experiment) -> RunState:
       InputError: the run has no checkpoint, or none of its variables fits.
     """
     path, taken = str(e.config.init_from), set[str]()
-    run = results.load(path)
-    old = run.state().method
+    before, _, state = restored(path)
+    old = state.method
     shared = old.server if isinstance(old.server, dict) else {}
 
     def warm(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
@@ -33,14 +33,14 @@ def start(e: Experiment) -> RunState:
 
     models = [model._replace(init=warm(model.init)) for model in e.task.models]
     task = e.task._replace(models=tuple(models))
-    program = make_program(e.config.replace(client_memory="device"), task, e.schedule)
+    program = on_one_device(e.config, task, e.schedule)
     traced = {name: jnp.float32(value) for name, value in program.traced.items()}
     state = program.unplace(program.init(e.key, traced))
     state = state._replace(method=overlaid(state.method, old, taken))
     if not taken:
         raise InputError(f"--init_from={path} has no variables of this run's shapes.")
     new = [x for x in map(_name, _leaves(state.method)) if x not in taken]
-    if new and run.config["algo"] == e.config.algo:
+    if new and before.config.algo == e.config.algo:
         logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
     return state
 

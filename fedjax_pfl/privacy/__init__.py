@@ -8,6 +8,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__ = moved(
         __name__,
         {
+            "encryption": "algorithms.pfedc.encryption",
             "attacks": "program(..., uploads=uploads.attack(kind)) and Task.malicious",
             "differential_privacy": "program(..., uploads=uploads.private()) and "
             "uploads.privacy.guarantee",

@@ -8,7 +8,7 @@ Differentially private learning with adaptive clipping (NeurIPS 2021, arXiv 1905
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,16 @@ from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Array, Client, PyTree, Task, Upload
 from fedjax_pfl.uploads.chain import option, random_like
 
-if TYPE_CHECKING:
-    from fedjax_pfl.engine.program import Program
+
+class Program(Protocol):
+    """A `Program`, as far as the accountant reads it."""
+
+    @property
+    def setting(self) -> Any: ...
+
+    @property
+    def traced(self) -> dict[str, float]: ...
+
 
 SAMPLINGS = ("fixed", "poisson")
 # of the number of clipped clients, in clients of the cohort (Andrew et al., 3.1)
@@ -163,7 +171,7 @@ class Guarantee(NamedTuple):
 
 
 def guarantee(
-    program: "Program",
+    program: Program,
     rounds: int,
     *,
     delta: float | None = None,

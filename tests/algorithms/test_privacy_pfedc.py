@@ -14,8 +14,8 @@ from toy import assert_close, assert_same
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import privacy_pfedc as factory
+from fedjax_pfl.algorithms.pfedc import encryption
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.privacy import encryption
 
 TASK = toy.task()
 BODY, HEAD, T = 6 * 8 + 8, 8 * toy.C + toy.C, toy.C

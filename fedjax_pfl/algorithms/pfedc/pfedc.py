@@ -29,6 +29,7 @@ from fedjax_pfl import (
     optimizers,
     trees,
 )
+from fedjax_pfl.algorithms.pfedc import encryption
 from fedjax_pfl.algorithms.pfedc.class_groups import (
     branch_loss,
     class_logits,
@@ -37,7 +38,6 @@ from fedjax_pfl.algorithms.pfedc.class_groups import (
 )
 from fedjax_pfl.algorithms.pfedc.task_maps import Branches, branches
 from fedjax_pfl.algorithms.registry import OWN_LOSS, READS_LABELS, register
-from fedjax_pfl.privacy import encryption
 from fedjax_pfl.types import (
     Array,
     Client,
