@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.attention import grad_cam
 from fedjax_pfl.engine.program import BENIGN
-from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import clients
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.export import of_client
 from fedjax_pfl.experiment.results import Run
@@ -24,7 +25,7 @@ IMAGE, ALL = "image", "all"  # `all`: the model that `acc` scores
 _ACC = "_acc"
 
 
-def maps(run: Run, client: int, images: int = IMAGES) -> dict[str, np.ndarray]:
+def maps(run: Run, client: int | str, images: int = IMAGES) -> dict[str, np.ndarray]:
     """Computes Grad-CAM of the true classes of a client's first test images.
 
     Returns:
@@ -37,7 +38,7 @@ def maps(run: Run, client: int, images: int = IMAGES) -> dict[str, np.ndarray]:
     """
     # Grad-CAM finds convolutions of XLA
     e = build(run.experiment.config.replace(conv="xla"))
-    check("attention", client, 0, e.task.num_clients - 1, whole=True)
+    client = clients.index(e.names, client)
     # rows of padding follow those of the client
     rows = e.partition.test[client][: min(images, e.partition.test_sizes[client])]
     x, y = e.dataset.x[rows], np.asarray(e.dataset.y[rows])

@@ -46,6 +46,7 @@ from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import (
+    clients,
     config as settings,
     groups,
     inputs,
@@ -116,12 +117,18 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     program = with_validation(program, partition)
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
-    away = None
+    named, away = (config.partition.column, data.unmarked, everybody), None
     if len(others):
         rows = select(everybody, others)
         theirs = federate.others(federation, dataset, rows, room)
         theirs = theirs._replace(frozen=federation.frozen)
-        away = Unseen(others, rows, theirs, unseen.among(everyone, others))
+        away = Unseen(
+            others,
+            clients.names(*named, others),
+            rows,
+            theirs,
+            unseen.among(everyone, others),
+        )
         unseen_scorer(config, task, away)
     factory, hparams = method(config)
     size = max(len(data.whole.y), tfds.SIZES.get(data.whole.name, 0))
@@ -136,6 +143,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task=task,
         program=program,
         alone=on_one_device(config, task, schedule),
+        names=clients.names(*named, trained),
         headline=headline(config, task, schedule, federation, factory(task, **hparams)),
         networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),

@@ -340,14 +340,17 @@ class ClientTable(Callback):
             return
         run = results.load(self.directory.path)
         run.metrics.to_csv(run.path / "metrics.csv", index=False)
+        e, parts = self.experiment, []
+        unseen = [f"unseen {name}" for name in (e.unseen.names if e.unseen else ())]
         rows = run.scores.assign(score=run.scores["point"] + "/" + run.scores["score"])
-        unseen = rows["point"].str.startswith("unseen")
-        rows["client"] = rows["client"].where(
-            ~unseen, "unseen " + rows["client"].astype(str)
-        )
-        table = rows.groupby(["client", "score"], sort=False)["value"].last().unstack()
-        sizes = pd.Series(self.experiment.partition.train_sizes, name="train")
-        table.join(sizes).to_csv(run.path / "clients.csv", index_label="client")
+        away = rows["point"].str.startswith("unseen")
+        for part, names in ((rows[~away], e.names), (rows[away], unseen)):
+            last = part.groupby(["client", "score"], sort=False)["value"].last()
+            table = last.unstack()
+            parts.append(table.set_axis([names[i] for i in table.index]))
+        sizes = pd.Series(e.partition.train_sizes, e.names, name="train")
+        table = pd.concat(parts).join(sizes)
+        table.to_csv(run.path / "clients.csv", index_label="client")
 
 
 class Curves(Callback):
@@ -356,6 +359,7 @@ class Curves(Callback):
     def __call__(self, result: Result) -> None:
         if result.metrics is None and jax.process_index() == 0:
             run = results.load(self.directory.path)
-            counts = self.experiment.task.class_counts
+            e = self.experiment
             figures.of_run(run).savefig(run.path / "curves.png")
-            figures.partition(counts).savefig(run.path / "partition.png")
+            drawn = figures.partition(e.task.class_counts, "", e.names, e.classes)
+            drawn.savefig(run.path / "partition.png")

@@ -19,8 +19,8 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from fedjax_pfl import architectures, averaging, simulate
-from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.experiment import cli, results
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import cli, clients, results
 from fedjax_pfl.experiment.build import method
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.models import peft, pretrained
@@ -28,7 +28,7 @@ from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, RunState, Task
 
 FLAGS = {
-    "client": cli.Flag(int, "index of the client, from 0"),
+    "client": cli.Flag(str, "name of the client, or #3 for number 3"),
     "output": cli.Flag(str, "path of the files without their suffix"),
     "peft": cli.Flag(bool, "write the LoRA adapter as the library peft loads it"),
 }
@@ -53,7 +53,6 @@ def exported(e: Experiment, state: RunState, t: int, client: int) -> Any:
     Args:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
     """
-    check("client", client, 0, e.task.num_clients - 1, whole=True)
 
     def kept(predictor: Any, server: PyTree, row: PyTree, c: Client) -> Predictor:
         if getattr(predictor, "func", None) is averaging.logits:
@@ -99,10 +98,11 @@ def of_client(
         return jax.device_get(jax.jit(program.predict, static_argnums=5)(*given))
 
 
-def write(path: str | Path, client: int, output: str | None = None) -> str:
+def write(path: str | Path, client: int | str, output: str | None = None) -> str:
     """Writes both files and returns the lines that load them."""
     run = results.load(path)
     e, (t, state) = run.experiment, run.checkpoint
+    client = clients.index(e.names, client)
     tree = exported(e, state, t, client)
     base = Path(output or run.path / f"client-{client}").expanduser()
     flat = traverse_util.flatten_dict(tree, sep="/")
@@ -127,7 +127,9 @@ from peft import PeftModel
 network = PeftModel.from_pretrained(network, '{folder}')  # of {base}"""
 
 
-def write_adapter(path: str | Path, client: int, output: str | None = None) -> str:
+def write_adapter(
+    path: str | Path, client: int | str, output: str | None = None
+) -> str:
     """Writes a client's adapter in peft's layout and returns the lines that load it.
 
     Raises:
@@ -136,6 +138,7 @@ def write_adapter(path: str | Path, client: int, output: str | None = None) -> s
     """
     run = results.load(path)
     e, (t, state) = run.experiment, run.checkpoint
+    client = clients.index(e.names, client)
     c, base = e.config, pretrained.folder(str(e.networks[client]))
     if base is None or c.base is not None or "lora" not in (c.adapt or ""):
         raise InputError("--peft needs a run of --adapt=lora on a Hugging Face folder.")

@@ -5,14 +5,17 @@ by cost, and from the worst client to the best. A single run also has its partit
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.ticker
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import attention, cli, metrics, results
@@ -25,7 +28,7 @@ PALETTE = (
 )
 FLAGS = {
     "output": Flag(str, "folder (default: figures in the directory of the runs)"),
-    "attention": Flag(int, "client of one run whose test images get Grad-CAM"),
+    "attention": Flag(str, "client of one run whose test images get Grad-CAM"),
 }
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
@@ -54,6 +57,7 @@ BY_UPLOAD = (
     ("post", "uploaded", "MB sent by clients"),
 )
 _CLIENTS = 200  # drawn at most of a partition
+_NAMED = 40  # with a name on an axis
 
 
 def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure, Any]:
@@ -192,19 +196,35 @@ def own_values(runs: Sequence[Run]) -> Figure | None:
     return _finish(figure, panels[0], "value of a client")
 
 
-def partition(class_counts: Any, title: str = "") -> Figure:
+def partition(
+    class_counts: Any,
+    title: str = "",
+    names: Sequence[str] = (),
+    classes: Sequence[str] = (),
+) -> Figure:
     """Draws clients by classes; the area of a bubble is the number of examples.
 
     Args:
       class_counts: [N, C] training examples; the first 200 clients are drawn.
+      names: of the clients, shown unless they are many or numbers.
+      classes: likewise.
     """
     counts = np.asarray(class_counts)[:_CLIENTS]
     width, height = np.clip(0.3 * np.array(counts.shape) + 2, 4, 16)
     figure, (axes,) = _panels(1, width, height)
-    owners, classes = np.nonzero(counts)
-    area = 200 * counts[owners, classes] / max(counts.max(), 1)
-    axes.scatter(owners, classes, s=np.maximum(area, 1), alpha=0.75, linewidths=0)
+    owners, labels = np.nonzero(counts)
+    area = 200 * counts[owners, labels] / max(counts.max(), 1)
+    axes.scatter(owners, labels, s=np.maximum(area, 1), alpha=0.75, linewidths=0)
     axes.set(xlabel="client", ylabel="class", title=title)
+    for axis, own in ((axes.xaxis, names), (axes.yaxis, classes)):
+        axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        if 0 < len(own) <= _NAMED and not all(map(str.isdecimal, own)):
+            axis.set_ticks(range(len(own)), own)
+            axes.tick_params("x", rotation=90)
+    most = max(int(counts.max()), 1)
+    shown = {x: math.sqrt(200 * x / most) for x in (most, -(-most // 4))}
+    marks = [Line2D([], [], marker="o", ls="", markersize=x) for x in shown.values()]
+    figure.legend(marks, shown, title="examples", loc="outside right upper")
     return figure
 
 
@@ -236,7 +256,8 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(runs)
     if len(runs) == 1:  # needs the data
-        drawn["partition"] = partition(runs[0].experiment.task.class_counts)
+        e = runs[0].experiment
+        drawn["partition"] = partition(e.task.class_counts, "", e.names, e.classes)
     if "attention" in given:
         if len(runs) > 1:
             raise InputError("--attention needs one run.")

@@ -23,7 +23,7 @@ from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.program import BENIGN
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import metrics, presets, text
+from fedjax_pfl.experiment import clients, metrics, presets, text
 from fedjax_pfl.experiment.build import build, method, rebuilt
 from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import FREE, Config
@@ -86,6 +86,13 @@ class Run:
         return pd.DataFrame(rows, columns=columns).astype({"value": float})
 
     @functools.cached_property
+    def clients(self) -> tuple[str, ...]:
+        """Names of the clients that train; of an earlier version none."""
+        known = (self.path / "partition.json").is_file()
+        recorded = RunDirectory(self.path).read("partition.json") if known else {}
+        return tuple(recorded.get("clients", ()))
+
+    @functools.cached_property
     def experiment(self) -> Experiment:
         """The experiment of the run; loads its data and builds its networks."""
         return rebuilt(self.path)
@@ -100,9 +107,14 @@ class Run:
         """Returns the state at the last checkpoint."""
         return self.checkpoint[1]
 
-    def predictor(self, client: int) -> Callable[[Any], Any]:
-        """Returns one client's model at the last checkpoint: raw inputs -> outputs."""
-        return self.experiment.predictor(self.state(), self.checkpoint[0], client)
+    def predictor(self, client: int | str) -> Callable[[Any], Any]:
+        """Returns one client's model at the last checkpoint: raw inputs -> outputs.
+
+        Args:
+          client: its number, its name, or "#3" for number 3.
+        """
+        e, (t, state) = self.experiment, self.checkpoint
+        return e.predictor(state, t, clients.index(e.names, client))
 
     @property
     def headline(self) -> Headline:
@@ -324,6 +336,11 @@ def last_scores(run: Run, score: str) -> pd.DataFrame:
     rows = rows if run.best is None else rows[rows["round"] <= run.best]
     found = rows.groupby(["client", "point"])["value"].last().unstack()
     return found.reindex(columns=["pre", "post"])
+
+
+def by_name(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns rows by client with the clients' names in place of their numbers."""
+    return rows.rename(index=dict(enumerate(run.clients)))
 
 
 def at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:

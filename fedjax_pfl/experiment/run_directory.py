@@ -1,7 +1,7 @@
 """Files of one run.
 
 config.json     all settings               versions.json   software, device, revision
-partition.npz   rows of each client        partition.json  digests, unseen clients
+partition.npz   rows of each client        partition.json  digests, names of clients
 metrics.jsonl   a row per round            scores.jsonl    a row per round, by client
 summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
 best/           checkpoint of --patience   digests.json    hashes of checkpoints
@@ -144,8 +144,9 @@ class RunDirectory:
         if self._writes:
             for name in ("summary.json", *_ROWS):  # of a run without a finished round
                 (self.path / name).unlink(missing_ok=True)
-        away = e.unseen.ids.tolist() if e.unseen else []
-        more = {"moved": e.everybody.moved, "marks": e.marks, "unseen": away}
+        more: Row = {"moved": e.everybody.moved, "marks": e.marks, "clients": e.names}
+        more["unseen"] = e.unseen.ids.tolist() if e.unseen else []
+        more["unseen_clients"] = e.unseen.names if e.unseen else []
         self.write("partition.json", hashes | more)
         self.write("versions.json", now)
         if self._writes:

@@ -23,6 +23,7 @@ class Unseen(NamedTuple):
     """Clients that do not train."""
 
     ids: np.ndarray  # [U] rows of the whole partition
+    names: tuple[str, ...]
     partition: Partition
     federation: Federation
     task: Task
@@ -37,6 +38,7 @@ class Experiment:
         devices that were chosen.
       everybody: the partition with the clients that do not train.
       alone: the program on one device, for the same states by client id.
+      names: of the clients, [N].
       headline: the primary score, and "max" or "min".
       networks: [N] name of each client's network.
       planned: local steps and examples of each client in a round, [N] each.
@@ -58,6 +60,7 @@ class Experiment:
     task: Task
     program: simulate.Program
     alone: simulate.Program
+    names: tuple[str, ...]
     headline: tuple[str, str]
     networks: np.ndarray
     planned: tuple[np.ndarray, ...]
@@ -73,6 +76,11 @@ class Experiment:
     def key(self) -> Array:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Returns the names of the classes; empty where they are numbers."""
+        return self.dataset.classes or ()
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

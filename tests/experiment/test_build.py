@@ -8,6 +8,7 @@ import pytest
 from fedjax_pfl import averaging
 from fedjax_pfl.data.preparation import Preparation
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import clients
 from fedjax_pfl.experiment.build import architectures, build, digests, optimizer, room
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -259,3 +260,38 @@ def test_private_runs_of_texts_need_a_public_vocabulary(tmp_path):
     assert e.dataset.x[1].tolist() == [2, 1]
     with pytest.raises(InputError, match="--prepare has no effect on digits"):
         make(prepare="none")
+
+
+def test_clients_have_the_names_of_their_column(tmp_path):
+    made = {"dataset": sites(tmp_path / "sites.csv"), "data_fraction": 1.0} | TABLE
+    e = make(**made, missing="mean", unseen=0.3)
+    frame = pd.read_csv(tmp_path / "sites.csv")
+    for rows, names in ((e.partition, e.names), (e.unseen.partition, e.unseen.names)):
+        assert [str(frame.site[rows.train[i, 0]]) for i in range(len(names))] == [
+            *names
+        ]
+    assert sorted(e.names + e.unseen.names) == ["0", "1", "2", "3"]
+    directory = RunDirectory(tmp_path / "run")
+    directory.open(e)
+    recorded = directory.read("partition.json")
+    assert recorded["clients"] == [*e.names]
+    assert recorded["unseen_clients"] == [*e.unseen.names]
+    several = make(**made | {"clients": 6}, missing="mean").names
+    assert several == ("0/0", "1/0", "2", "3", "0/1", "1/1")
+    assert make().names == ("0", "1", "2", "3", "4", "5")
+
+
+def test_a_client_is_named_or_numbered():
+    names = ("H03", "2", "H01")
+    known = ("H03", 0), ("2", 1), (2, 2), ("#2", 2), (np.int64(1), 1)
+    for client, wanted in known:
+        assert clients.index(names, client) == wanted
+    for client, words in (
+        ("H3", "did you mean 'H03'"),
+        ("1", "Unknown client '1'"),
+        ("#3", r"must be in \[0, 2\]"),
+        (-1, r"must be in \[0, 2\]"),
+        ("#x", "Unknown client '#x'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            clients.index(names, client)

@@ -89,6 +89,12 @@ def test_the_partition_has_a_bubble_per_client_and_class():
     np.testing.assert_allclose(points.get_sizes(), [200, 40, 80])
 
 
+def test_axes_of_a_partition_have_integers_or_names():
+    axes = figures.partition([[5, 0], [0, 2]], "", ["H1", "H2"], ["0", "1"]).axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["H1", "H2"]
+    assert all(float(y).is_integer() for y in axes.get_yticks())
+
+
 def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     assert figures.main([str(tmp_path), f"--output={tmp_path / 'drawn'}"]) == 0
     written = {file.name for file in (tmp_path / "drawn").iterdir()}
@@ -130,7 +136,7 @@ def test_attention_is_that_of_each_head(tmp_path):
     assert np.any(found["global"] != found["personal"])
     size = results.load(path).experiment.partition.test_sizes[1]
     assert len(attention.maps(results.load(path), 1, images=size + 5)["image"]) == size
-    with pytest.raises(InputError, match="attention"):
+    with pytest.raises(InputError, match="`client` must be in"):
         attention.maps(results.load(path), 5)
 
 

@@ -1,0 +1,53 @@
+"""Names of clients: the values of natural:COLUMN, else their numbers."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.data.partition import Partition
+from fedjax_pfl.errors import InputError, check, nearest
+
+LISTED = 20  # names in a message
+
+
+def names(
+    column: str | None, dataset: Dataset, everybody: Partition, ids: np.ndarray
+) -> tuple[str, ...]:
+    """Returns the names of some clients.
+
+    Args:
+      column: of a natural partition, whose values are the names. Several clients of a
+        value are VALUE/0, VALUE/1 and so on; None: names are "0" to "N-1".
+      ids: of the clients among all.
+    """
+    if column is None:
+        return tuple(map(str, range(len(ids))))
+    values = [str(x) for x in dataset.columns[column][everybody.train[:, 0]]]
+    count, seen, found = Counter(values), Counter[str](), []
+    for value in values:
+        found.append(value if count[value] == 1 else f"{value}/{seen[value]}")
+        seen[value] += 1
+    return tuple(found[i] for i in ids)
+
+
+def index(names: Sequence[str], client: int | str) -> int:
+    """Returns the number of a client.
+
+    Args:
+      client: its number, its name, or "#3" for number 3; a name wins.
+
+    Raises:
+      InputError: there is none.
+    """
+    if isinstance(client, str) and client in names:
+        return names.index(client)
+    number = client[1:] if isinstance(client, str) and client[:1] == "#" else client
+    if isinstance(number, str) and not (number != client and number.isdecimal()):
+        near = nearest(number, names)
+        hint = f"did you mean {near!r}? " if near else ""
+        listed = ", ".join([*names[:LISTED], "..."][: len(names)])
+        raise InputError(f"Unknown client {client!r}: {hint}Known: {listed}.")
+    check("client", int(number), 0, len(names) - 1, whole=True)
+    return int(number)
