@@ -222,7 +222,7 @@ def partition(
             axis.set_ticks(range(len(own)), own)
             axes.tick_params("x", rotation=90)
     most = max(int(counts.max()), 1)
-    shown = {x: math.sqrt(200 * x / most) for x in (most, -(-most // 4))}
+    shown = {f"{x:,}": math.sqrt(200 * x / most) for x in (most, -(-most // 4))}
     marks = [Line2D([], [], marker="o", ls="", markersize=x) for x in shown.values()]
     figure.legend(marks, shown, title="examples", loc="outside right upper")
     return figure
