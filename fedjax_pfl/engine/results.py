@@ -1,12 +1,14 @@
 """Per-round results, copied to the host."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fedjax_pfl import evaluation
+from fedjax_pfl.engine.divergence import Found, wrong
 from fedjax_pfl.engine.program import Round
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import RunState
@@ -31,31 +33,31 @@ def result(
     metrics: Round | None,
     pre: dict[str, np.ndarray] | None,
     num_clients: int,
+    cause: Callable[[int, str, np.ndarray], Found],
 ) -> Result:
     """Returns the Result of round t, of the cohort's clients by id without padding;
-    raises DivergenceError if it is not finite."""
+    raises DivergenceError with its cause if it is not finite."""
     if metrics is not None:
         real = np.argsort(metrics.ids)[: np.sum(metrics.ids < num_clients)]
         rows = jax.tree.map(lambda x: x[real], metrics._replace(server={}))
         metrics = rows._replace(server=metrics.server)
-        check_finite(t, metrics)
+        check_finite(t, metrics, cause)
     return Result(t, state, metrics, pre)
 
 
-def check_finite(t: int, metrics: Round) -> None:
+def check_finite(
+    t: int, metrics: Round, cause: Callable[[int, str, np.ndarray], Found]
+) -> None:
     """Raises DivergenceError if the loss or the state of an active client is not finite
     after round t."""
-    # the loss may be of another model than the one that is kept, as in Ditto
-    found: dict[str, Any] = {
-        "loss": ~np.isfinite(metrics.loss),
-        "state (or the server's)": ~metrics.finite,
-    }
-    for name, wrong in found.items():
-        ids = metrics.ids[wrong & metrics.active]
-        if len(ids):
+    for name, mask in wrong(metrics).items():
+        if mask.any():
+            found = cause(t, name, np.asarray(metrics.ids)[mask])
+            ids = found.ids
+            named = f"{len(ids)} clients ({ids[:_NAMED]})"
             raise DivergenceError(
-                f"The {name} of {len(ids)} clients ({ids[:_NAMED]}) is not finite in "
-                f"round {t}: lower the learning rate (--lr) or clip gradients (--clip)."
+                f"The {found.name} of {named if len(ids) > 1 else f'client {ids[0]}'} "
+                f"is not finite in round {t}: {found.hint}."
             )
 
 

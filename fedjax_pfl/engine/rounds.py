@@ -1,5 +1,6 @@
 """The loop over communication rounds on the host: compile, evaluate, train."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from fedjax_pfl.engine import distributed, frozen, memory, validate
+from fedjax_pfl.engine import distributed, divergence, frozen, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.program import Program, Round
@@ -163,6 +164,8 @@ def rounds(
     run = functions or compiled(
         program, key, federation, eval_every=eval_every, state_every=state_every
     )
+    again = functools.partial(_again, program, key, federation, run)
+    cause = functools.partial(divergence.cause, program, federation, again)
     for t, new, metrics, pre in _steps(
         program,
         key,
@@ -175,7 +178,23 @@ def rounds(
         state_every,
         until,
     ):
-        yield result(t, new, metrics, pre, num_clients)
+        yield result(t, new, metrics, pre, num_clients, cause)
+
+
+def _again(
+    program: Program,
+    key: Array,
+    federation: Federation,
+    run: Compiled,
+    t: int,
+    rate: float,
+) -> Round:
+    """Returns the results of round t from the initial state with another rate."""
+    other = program._replace(traced=program.traced | {"lr": rate, "lr_decay": 1.0})
+    given = arguments(other, key, federation, run)
+    state = run.init(*given[:2], given[2].placement)
+    metrics = run.step(*given, state, np.int32(t), np.bool_(False), np.int32(1))[1]
+    return jax.tree.map(lambda x: x[0], distributed.fetch(metrics))
 
 
 def rounds_at_once(
@@ -208,6 +227,7 @@ def rounds_at_once(
     # [R, N], or [N] where all runs share them
     num_clients = federation.train.size.shape[-1]
     failed: dict[int, DivergenceError] = {}
+    cause = functools.partial(divergence.cause, program, federation, None)
     for t, new, metrics, pre in _steps(
         program,
         keys,
@@ -224,7 +244,7 @@ def rounds_at_once(
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
             try:
-                one = failed.get(i) or result(t, new, mine, scores, num_clients)
+                one = failed.get(i) or result(t, new, mine, scores, num_clients, cause)
             except DivergenceError as error:
                 one = failed[i] = error
             found.append(one)
