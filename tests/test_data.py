@@ -278,6 +278,25 @@ def test_hugging_face_data_sets():
         loading.load(train)
 
 
+def test_images_of_hugging_face_are_pixels_whatever_their_mode():
+    image = pytest.importorskip("PIL.Image")
+    grey = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    colour = np.stack([grey, grey + 1, grey + 2], axis=2)
+    modes = {
+        "P": colour,
+        "RGBA": colour,
+        "L": grey[..., None],
+        "I;16": grey[..., None],
+    }
+    for mode, wanted in modes.items():
+        source = image.fromarray(colour if wanted is colour else grey)
+        made = source.quantize(256) if mode == "P" else source.convert(mode)
+        data = loading.load(Split(2, img=[made] * 2, label=[0, 1]))
+        assert data.x.dtype == (np.float32 if mode == "I;16" else np.uint8)
+        got = data.x.reshape(2, 4, 4, -1)  # a channel is added to bytes alone
+        np.testing.assert_array_equal(got, np.stack([wanted] * 2))
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_functions_return_whatever_can_be_loaded(seed):
     def arrays(seed):

@@ -1,5 +1,8 @@
 """Folders of images."""
 
+import struct
+import zlib
+
 import numpy as np
 from PIL import Image
 
@@ -44,22 +47,57 @@ def upright(data, path):
     assert data.note == "EXIF orientation of 1 images applied"
 
 
-def pixels(*images):
+def png(bits16, clear=None):
+    """Returns a PNG of 16 bits per channel, with `clear` as its transparent grey level;
+    Pillow writes none in colour."""
+
+    def chunk(name, content):
+        check = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + check
+
+    height, width, channels = bits16.shape
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in bits16)
+    head = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    body = [] if clear is None else [(b"tRNS", struct.pack(">H", clear))]
+    body += [(b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    chunks = [(b"IHDR", head), *body]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def tiff(bits16):
+    """Returns an uncompressed TIFF of 16 bits per channel in colour."""
+    height, width, channels = bits16.shape
+    content = bits16.astype("<u2").tobytes()
+    tags = {256: width, 257: height, 258: 0, 259: 1, 262: 2, 273: 0, 277: channels}
+    tags |= {278: height, 279: len(content)}
+    depths = 8 + 2 + 12 * len(tags) + 4
+    tags |= {258: depths, 273: depths + 2 * channels}
+    entries = [
+        struct.pack("<HHII", tag, 4 if tag == 273 else 3, 3 if tag == 258 else 1, value)
+        for tag, value in tags.items()
+    ]
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(4)
+    return head + struct.pack("<3H", 16, 16, 16) + content
+
+
+def pixels(*images, note=""):
     def same(data, path):
         assert (data.x[..., 0] == np.stack(images)).all()
-        assert data.x.dtype == np.uint8
+        assert data.x.dtype == np.uint8 and data.x.shape[3] == 1
+        assert data.note == note
 
     return same
 
 
-def scaled(low, high, *images):
+def scaled(low, high, *images, more=""):
     """Asserts images whose range in the folder became [-1, 1]."""
 
     def same(data, path):
         wanted = (np.stack(images).astype(np.float64) - low) / (high - low) * 2 - 1
         np.testing.assert_allclose(data.x[..., 0], wanted, atol=1e-6)
         assert np.asarray(data.prepare(data.x)).min() == -1
-        assert data.note == f"pixels in [{low:g}, {high:g}] become [-1, 1]"
+        assert data.note == f"pixels in [{low:g}, {high:g}] become [-1, 1]{more}"
 
     return same
 
@@ -73,10 +111,16 @@ def parts(*sizes):
     return same
 
 
-def colours(data, path):
-    for x, name in zip(data.x, ("a/0.png", "b/1.png"), strict=True):
-        with Image.open(path / name) as image:
+def colours(data, path, note=""):
+    for x, file in zip(data.x, sorted(path.rglob("*.*")), strict=True):
+        with Image.open(file) as image:
             assert (x == np.asarray(image.convert("RGB"))).all()
+    assert data.note == note
+
+
+def noted(note, same=colours):
+    """Asserts what `same` asserts of images, and the note of one image."""
+    return lambda data, path: same(data, path, note)
 
 
 def ignored(count):
@@ -94,6 +138,9 @@ def clients(data, path):
 TWO = {"a__0_dot_png": GREY, "b__1_dot_png": GREY + 9}
 FLOAT = DEEP.astype(np.float32) / 7
 RGB = np.stack([GREY, GREY + 1, GREY + 2], axis=2)
+BITS = np.where(GREY > 99, 255, 0).astype(np.uint8)
+PALETTE = Image.fromarray(RGB).quantize(8)
+CLEAR = "transparency of 1 images ignored"
 
 
 def case(name, what, content, expected, **options):
@@ -285,24 +332,115 @@ CASES = [
     case(
         "palette",
         "a palette",
-        folder(a__0_dot_png=RGB, b__1_dot_png=saved(Image.fromarray(RGB).quantize(8))),
+        folder(a__0_dot_png=RGB, b__1_dot_png=saved(PALETTE)),
         colours,
     ),
     case(
         "alpha",
         "transparency",
         folder(a__0_dot_png=RGB, b__1_dot_png=np.dstack([RGB, GREY])),
+        noted(CLEAR),
+    ),
+    case(
+        "opaque",
+        "an alpha channel without transparency",
+        folder(a__0_dot_png=RGB, b__1_dot_png=np.dstack([RGB, GREY * 0 + 255])),
         colours,
+    ),
+    case(
+        "clear-palette",
+        "a palette with transparency",
+        folder(a__0_dot_png=RGB, b__1_dot_png=saved(PALETTE, transparency=3)),
+        noted(CLEAR),
+    ),
+    case(
+        "clear-gif",
+        "a GIF with transparency",
+        folder(a__0_dot_png=RGB, b__1_dot_gif=saved(PALETTE, transparency=3)),
+        noted(CLEAR),
+    ),
+    case(
+        "clear-grey",
+        "a grey level that is transparent",
+        folder(
+            a__0_dot_png=GREY, b__1_dot_png=saved(Image.fromarray(GREY), transparency=9)
+        ),
+        pixels(GREY, GREY),
+    ),
+    case(
+        "grey-alpha",
+        "grey with transparency",
+        folder(a__0_dot_png=np.dstack([GREY, GREY]), b__1_dot_png=GREY),
+        pixels(GREY, GREY, note=CLEAR),
+    ),
+    case(
+        "cmyk",
+        "a TIFF for print",
+        folder(
+            a__0_dot_png=RGB, b__1_dot_tif=saved(Image.fromarray(RGB).convert("CMYK"))
+        ),
+        noted("CMYK or LAB colours of 1 images converted"),
+    ),
+    case(
+        "deep-clear",
+        "16 bits, a grey level that is transparent",
+        folder(a__0_dot_png=DEEP, b__1_dot_png=png(DEEP[..., None], 500)),
+        scaled(0, 2300, DEEP, DEEP, more=f"; {CLEAR}"),
+    ),
+    case(
+        "deep-colour",
+        "16 bits in colour",
+        folder(a__0_dot_png=png(np.dstack([DEEP] * 3)), b__1_dot_png=RGB),
+        r"a/0\.png must have 8 bits per channel or be grey, got 16 in colour",
+    ),
+    case(
+        "deep-alpha",
+        "16 bits with transparency",
+        folder(a__0_dot_png=png(np.dstack([DEEP] * 4)), b__1_dot_png=RGB),
+        r"a/0\.png must have 8 bits per channel or be grey",
+    ),
+    case(
+        "deep-grey-alpha",
+        "16 bits, grey with transparency",
+        folder(a__0_dot_png=png(np.dstack([DEEP] * 2)), b__1_dot_png=RGB),
+        r"a/0\.png must have 8 bits per channel or be grey",
+    ),
+    case(
+        "deep-colour-tiff",
+        "a TIFF of 16 bits in colour",
+        folder(a__0_dot_tif=tiff(np.dstack([DEEP] * 3)), b__1_dot_png=RGB),
+        r"a/0\.tif must have 8 bits per channel or be grey",
+    ),
+    case(
+        "deep-colour-pgm",
+        "a PPM of 16 bits in colour",
+        folder(
+            a__0_dot_pgm=b"P6 6 4 65535\n"
+            + np.dstack([DEEP] * 3).astype(">u2").tobytes(),
+            b__1_dot_png=RGB,
+        ),
+        r"a/0\.pgm must have 8 bits per channel or be grey",
+    ),
+    case(
+        "pages",
+        "a TIFF of two pages",
+        folder(
+            a__0_dot_tif=saved(
+                Image.fromarray(GREY),
+                save_all=True,
+                append_images=[Image.fromarray(GREY[::-1])],
+            ),
+            b__1_dot_png=GREY,
+        ),
+        r"a/0\.tif must be one image, got 2",
     ),
     case(
         "bits",
         "black and white",
         folder(
-            a__0_dot_png=saved(Image.fromarray(GREY).convert("1")), b__1_dot_png=GREY
+            a__0_dot_png=saved(Image.fromarray(BITS).convert("1")), b__1_dot_png=GREY
         ),
-        lambda data, path: np.testing.assert_equal(
-            sorted(set(data.x[0].ravel())), [0, 255]
-        ),
+        pixels(BITS, GREY),
     ),
     case(
         "frames",

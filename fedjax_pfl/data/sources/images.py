@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,13 @@ from fedjax_pfl.types import Array
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm")
 AUGMENTATIONS = ("none", "flip", "crop_flip")
 MARGIN = 4  # pixels of `crop_flip`
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _ORIENTATION = 0x0112  # tag of EXIF
+_FACTS = (  # of images, in the note with their number
+    "EXIF orientation of {:,} images applied",
+    "transparency of {:,} images ignored",
+    "CMYK or LAB colours of {:,} images converted",
+)
 File = tuple[Path, str, str]  # its class and its client, "" where there are none
 
 
@@ -34,7 +41,8 @@ def load(path: str, image_size: int | None = None) -> Dataset:
     Layouts: `CLASS/*.png`; `CLIENT/CLASS/*.png`, which gives the column `client`;
     `train/` of these with `val/` or `test/`, in any case; and Tiny-ImageNet's, whose
     validation images, the test set, have their classes in `val/val_annotations.txt`.
-    Names that begin with a dot are ignored. EXIF orientations are applied.
+    Names that begin with a dot are ignored. EXIF orientations are applied, and
+    transparency is ignored.
 
     Args:
       image_size: side to which images are resized; None: all must have one size.
@@ -56,12 +64,11 @@ def load(path: str, image_size: int | None = None) -> Dataset:
     found = _decoded(folder, [file for file, _, _ in files], image_size)
     clients = np.array([client for _, _, client in files])
     deep, x = found["x"].dtype != np.uint8, found["x"]
-    low, high, turned = (found[name].item() for name in ("low", "high", "turned"))
-    facts = {
-        f"pixels in [{low:g}, {high:g}] become [-1, 1]": deep,
-        f"EXIF orientation of {turned:,} images applied": turned,
-        f"{ignored:,} files without the name of an image ignored": ignored,
-    }
+    low, high = found["low"].item(), found["high"].item()
+    notes = [f"pixels in [{low:g}, {high:g}] become [-1, 1]"] if deep else []
+    counts = (*found["facts"], ignored)
+    texts = (*_FACTS, "{:,} files without the name of an image ignored")
+    notes += [text.format(n) for text, n in zip(texts, counts, strict=True) if n]
     return Dataset(
         f"imagefolder:{path}",
         x,
@@ -72,7 +79,7 @@ def load(path: str, image_size: int | None = None) -> Dataset:
         columns={"client": clients} if clients.any() else {},
         validation=np.repeat([False, True], [train, val]) if val else None,
         classes=tuple(names),
-        note="; ".join(text for text, holds in facts.items() if holds),
+        note="; ".join(notes),
     )
 
 
@@ -144,12 +151,12 @@ def _decoded(
 
 def _decode(files: Sequence[Path], side: int | None) -> dict[str, np.ndarray]:
     """Returns images x [n, H, W, C], the range of their pixels low and high, and the
-    number of turned images."""
-    images, turned = list[np.ndarray](), 0
+    number of images of each of `_FACTS`."""
+    images, facts = list[np.ndarray](), list[list[bool]]()
     for file in files:
-        image, moved = _read(file, side)
+        image, found = _read(file, side)
         images.append(image)
-        turned += moved
+        facts.append(found)
         if image.shape[:2] != images[0].shape[:2]:
             height, width = images[0].shape[:2]
             raise InputError(
@@ -167,37 +174,62 @@ def _decode(files: Sequence[Path], side: int | None) -> dict[str, np.ndarray]:
     low, high = x.min(), x.max()
     if x.dtype != np.uint8:
         x = (x - low) / max(high - low, np.finfo(np.float32).tiny) * 2 - 1
-    return {"x": x, "low": low, "high": high, "turned": np.array(turned)}
+    return {"x": x, "low": low, "high": high, "facts": np.sum(facts, axis=0)}
 
 
-def _read(file: Path, side: int | None) -> tuple[np.ndarray, bool]:
-    """Returns an image [H, W, 1], or [H, W, 3] in colour, and whether its orientation
-    was applied; float32 of more than 8 bits, else uint8."""
+def _read(file: Path, side: int | None) -> tuple[np.ndarray, list[bool]]:
+    """Returns an image [H, W, 1], or [H, W, 3] in colour, and which of `_FACTS` hold;
+    float32 of more than 8 bits, else uint8."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as opened:
             frames = getattr(opened, "n_frames", 1)
-            moved = opened.getexif().get(_ORIENTATION, 1) != 1
-            image = ImageOps.exif_transpose(opened)
-            deep = image.mode[0] in "IF"
-            if deep:
-                image = Image.fromarray(np.asarray(image, np.float32))
-            else:
-                grey = image.mode in ("1", "L", "LA")
-                image = image.convert("L" if grey else "RGB")
             still = opened.format == "MPO" or frames == 1  # a photo and its preview
+            narrowed = any(map(_narrowed, opened.tile))
+            turned = opened.getexif().get(_ORIENTATION, 1) != 1
+            image = ImageOps.exif_transpose(opened)
+            facts = [turned, _clear(image), image.mode in ("CMYK", "LAB", "HSV")]
+            image = plain(image)
     except Exception as error:  # of Pillow, whose types vary with the format
         reason = type(error).__name__
         raise InputError(f"{file} cannot be read as an image ({reason}).") from error
     if not still:
         raise InputError(f"{file} must be one image, got {frames}.")
+    if narrowed:
+        raise InputError(
+            f"{file} must have 8 bits per channel or be grey, got 16 in colour or with "
+            "transparency."
+        )
     if side is not None:
         image = image.resize((side, side), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image, np.float32 if deep else np.uint8)
+    pixels = np.asarray(image)
     if not np.isfinite(pixels).all():
         raise InputError(f"{file} must have finite pixels.")
-    return pixels[..., None] if pixels.ndim == 2 else pixels, moved
+    return pixels[..., None] if pixels.ndim == 2 else pixels, facts
+
+
+def plain(image: Any) -> Any:
+    """Returns an image of Pillow as one of mode F of more than 8 bits, L, or RGB."""
+    from PIL import Image
+
+    if image.mode[0] in "IF":
+        return Image.fromarray(np.asarray(image, np.float32))
+    return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+
+def _clear(image: Any) -> bool:
+    """Returns whether an image has pixels that are not opaque."""
+    if not image.has_transparency_data or image.mode[0] in "IF":
+        return bool(image.has_transparency_data)
+    return bool((np.asarray(image.convert("RGBA"))[..., 3] < 255).any())
+
+
+def _narrowed(tile: Any) -> bool:
+    """Returns whether Pillow keeps 8 of 16 bits of the pixels of a tile."""
+    if tile.codec_name == "ppm":
+        return tile.args[1] > 255
+    return re.search(r"(RGB[AX]?|LA|CMYK);16", str(tile.args)) is not None
 
 
 def augmentation(name: str, dataset: Dataset) -> Callable[[Array, Array], Array] | None:

@@ -16,6 +16,7 @@ from fedjax_pfl.data.datasets import (
     stored_inputs,
 )
 from fedjax_pfl.data.sources.arrays import named
+from fedjax_pfl.data.sources.images import plain
 from fedjax_pfl.errors import InputError
 
 # columns of a Hugging Face data set that are taken without `columns`
@@ -79,7 +80,10 @@ def _hugging_face(made: Any, name: str, columns: tuple[str, str] | None) -> Data
     arrays: dict[str, Any] = {}
     for split, end in _ENDS.items():
         if split in splits:
-            rows = [np.asarray(each) for each in splits[split][x]]
+            rows = [
+                np.asarray(plain(each) if hasattr(each, "getbands") else each)
+                for each in splits[split][x]
+            ]
             if len({row.shape for row in rows}) > 1:
                 raise InputError(f"{name}: {x} must have one shape. Resize it first.")
             arrays[f"x{end}"] = np.asarray(rows)
