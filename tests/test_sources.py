@@ -12,7 +12,7 @@ from PIL import Image
 from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets, federate, loading, partitioners, shifts
 from fedjax_pfl.data.partition import of_clients
-from fedjax_pfl.data.sources import images
+from fedjax_pfl.data.sources import images, rows
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import Config
@@ -145,6 +145,33 @@ def test_tables_have_inputs_columns_and_targets(tmp_path):
     (tmp_path / "t.csv").write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="must have a column `label`, or `target`"):
         loading.load(f"table:{tmp_path / 't.csv'}")
+
+
+PIECES = """a,b,on,site,kind,label
+1,,true,007,NA,0
+2,,false,007,NA,1
+3.5,4,,8,x,0
+4,5,true,8,x,1
+5,6,true,8,x,1
+"""
+
+
+def test_pieces_of_a_table_are_the_table(tmp_path, monkeypatch):
+    """Types of a column may differ between pieces."""
+    path = tmp_path / "t.csv"
+    path.write_text(PIECES)
+    options = {"missing": "indicator", "categories": "onehot"}
+    whole = loading.load(f"table:{path}", **options)
+    monkeypatch.setattr(rows, "_PIECE", 2)
+    pieces = loading.load(f"table:{path}", **options)
+    np.testing.assert_array_equal(pieces.x, whole.x)
+    assert pieces.inputs == whole.inputs
+    assert [x.name for x in whole.inputs] == ["a", "b", "on", "kind"]
+    assert whole.inputs[3].categories == ("NA", "x")
+    assert pieces.columns["site"].tolist() == ["007", "007", "8", "8", "8"]
+    path.write_text(PIECES + "6,six,true,8,x,1\n")
+    with pytest.raises(InputError, match=r"b of row 6 must be a number, got 'six'"):
+        loading.load(f"table:{path}", **options)
 
 
 def test_columns_of_an_npz_divide_it(tmp_path):

@@ -263,9 +263,9 @@ def _check_inputs(name: str, x: np.ndarray) -> None:
         raise InputError(f"{name} must be uint8 images or real numbers, got {x.dtype}.")
     # a float64 beyond float32 becomes infinite
     with np.errstate(over="ignore"):
-        finite = np.isfinite(x.astype(np.float32)).reshape(len(x), -1).all(axis=1)
+        finite = np.isfinite(x.astype(np.float32, copy=False))
     if not finite.all():
-        row = np.argmin(finite)
+        row = np.argmin(finite.reshape(len(x), -1).all(axis=1))
         raise InputError(f"{name} must be finite in float32, row {row} is not.")
 
 

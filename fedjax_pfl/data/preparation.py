@@ -103,7 +103,7 @@ def _tuple(values: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if values is None else tuple(values)
 
 
-def fit(cells: Cells, rows: np.ndarray) -> tuple[Column, ...]:
+def fit(cells: Cells, rows: np.ndarray | slice) -> tuple[Column, ...]:
     """Returns the columns with numbers of some rows.
 
     Numbers are those of scikit-learn's SimpleImputer, then StandardScaler.
@@ -164,7 +164,7 @@ def apply(columns: Sequence[Column], cells: Mapping[str, np.ndarray]) -> np.ndar
 
     count = len(next(iter(cells.values())))
     widths = [len(c.categories or " ") + c.indicator for c in columns]
-    x = np.zeros((count, sum(widths)), np.float32)
+    x = np.zeros((sum(widths), count), np.float32)
     for column, start in zip(columns, np.cumsum([0, *widths[:-1]]), strict=True):
         values = cells[column.name]
         if column.categories is None:
@@ -172,15 +172,15 @@ def apply(columns: Sequence[Column], cells: Mapping[str, np.ndarray]) -> np.ndar
             filled = (
                 values if column.fill is None else np.where(gaps, column.fill, values)
             )
-            x[:, start] = (filled - column.mean) / column.scale
+            x[start] = (filled - column.mean) / column.scale
         else:
             gaps = pd.isna(values)
             code = pd.Categorical(values, categories=list(column.categories)).codes
             known = np.flatnonzero(code >= 0)
-            x[known, start + code[known]] = 1
+            x[start + code[known], known] = 1
         if column.indicator:
-            x[:, start + len(column.categories or " ")] = gaps
-    return x
+            x[start + len(column.categories or " ")] = gaps
+    return np.ascontiguousarray(x.T)
 
 
 def numbers(name: str, cells: Any) -> np.ndarray | None:

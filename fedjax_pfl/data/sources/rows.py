@@ -17,6 +17,7 @@ from fedjax_pfl.errors import InputError, in_one_line
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".json", ".jsonl", ".ndjson")
+_PIECE = 100_000  # rows of a table that are read at a time
 
 
 def read(path: str, typed: Callable[[str], bool]) -> Any:
@@ -64,14 +65,15 @@ def _csv(file: Path, separator: str, typed: Callable[[str], bool]) -> Any:
     options["compression"] = "gzip" if file.suffix.lower() == ".gz" else None
     texts = [name for name in names if typed(name)]
     na = {name: MISSING for name in names if name not in texts}
+    typing: Any = {"dtype": dict.fromkeys(texts, str), "na_values": na}
     with warnings.catch_warnings():
         # of columns with numbers and texts, which are refused later with their row
         warnings.simplefilter("ignore", pd.errors.DtypeWarning)
         # of a first row with more fields than the header
         warnings.simplefilter("error", pd.errors.ParserWarning)
-        frame = pd.read_csv(
-            file, dtype=dict.fromkeys(texts, str), na_values=na, **options
-        )
+        # at once it would take twice the memory
+        pieces = pd.read_csv(file, chunksize=_PIECE, **typing, **options)
+        frame = pd.concat(pieces, ignore_index=True)
     if not len(frame):
         raise InputError(f"{file} must have rows.")
     last = frame[names[-1]]

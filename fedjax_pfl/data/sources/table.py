@@ -94,10 +94,8 @@ def load(
         )
         y = y[order]
     left = [f"{name} ({x.kind})" for name, x in seen.items() if x.becomes in OTHERS]
-    raw, trained = Cells(inputs, missing), np.arange(num_train)
-    if validation is not None:
-        trained = trained[~validation]
-    columns = fit(raw, trained)
+    raw, trained = Cells(inputs, missing), slice(num_train)
+    columns = fit(raw, trained if validation is None else np.flatnonzero(~validation))
     return Dataset(
         f"table:{path}",
         apply(columns, inputs),
