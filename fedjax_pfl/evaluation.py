@@ -179,8 +179,8 @@ def client(
         outputs = predictor(batch.x, batch.mask)
         found = score(outputs, batch.y, batch.mask, c)
         if PERPLEXITY in metrics:
-            logits = _logits(outputs, classes)
-            found |= {PERPLEXITY: cross_entropy(logits, batch.y, batch.mask)}
+            z = class_logits(outputs, classes)
+            found |= {PERPLEXITY: cross_entropy(z, batch.y, batch.mask)}
         return found
 
     sums = local_training.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
@@ -227,7 +227,7 @@ def whole(
     def collect(
         carry: tuple[Array, Array, Array], batch: Batch
     ) -> tuple[Array, Array, Array]:
-        z = _logits(predictor(batch.x, batch.mask), num_classes)
+        z = class_logits(predictor(batch.x, batch.mask), num_classes)
         at = batch.row[:, None] * positions + jnp.arange(positions)[None]
         at = jnp.where(batch.mask, at.reshape(-1), length)
         logits, y, seen = carry
@@ -252,7 +252,7 @@ def whole(
     return found
 
 
-def _logits(outputs: Any, num_classes: int) -> Array:
+def class_logits(outputs: Any, num_classes: int) -> Array:
     """Returns the logits [B, C] of a predictor."""
     z = outputs
     z = z[..., 0] if getattr(z, "ndim", 0) == 3 else z  # the personal model's

@@ -18,6 +18,7 @@ from fedjax_pfl.experiment import (
     config,
     export,
     figures,
+    predict,
     reconstruct,
     report,
     sweep,
@@ -29,6 +30,7 @@ FLAGS = {
     "report": report.FLAGS,
     "plot": figures.FLAGS,
     "export": export.FLAGS,
+    "predict": predict.FLAGS,
     "reconstruct": reconstruct.FLAGS,
 }
 OTHERS = {

@@ -72,7 +72,8 @@ def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
     atomically."""
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
-        np.savez_compressed(file, labels=_labels(dataset), **_contents(p))  # type: ignore[arg-type]  # numpy's stub
+        facts = {"labels": _labels(dataset), "class_counts": class_counts(p, dataset)}
+        np.savez_compressed(file, **facts, **_contents(p))  # type: ignore[arg-type]  # numpy's stub
     os.replace(part, path)
 
 

@@ -149,6 +149,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         planned=local_training.planned(task, task.sizes),
         examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
         marks=data.marks,
+        classes=dataset.classes,
         preparation=prepared,
         unseen=away,
         schedule=schedule,
@@ -314,9 +315,19 @@ def assign(
     )
 
 
-def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -> Task:
-    """Returns the task of all clients."""
-    names, of = architectures(config.model.name, len(partition.train))
+def make_task(
+    config: Config, dataset: datasets.Dataset, clients: Partition | Federation
+) -> Task:
+    """Returns the task of all clients.
+
+    Args:
+      dataset: one example is enough with a federation.
+    """
+    if isinstance(clients, Partition):
+        counts = class_counts(clients, dataset)
+    else:
+        counts = np.asarray(clients.class_counts)
+    names, of = architectures(config.model.name, len(counts))
     models = {name: network(config.model, dataset, name) for name in names}
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
@@ -324,10 +335,9 @@ def make_task(config: Config, dataset: datasets.Dataset, partition: Partition) -
     rule = None
     if config.dp == "example":
         rule = per_example(config.dp_clip, config.dp_noise or 0.0)
-    counts = class_counts(partition, dataset)
     return simulate.task(
         dataset,
-        partition,
+        clients,
         [models[name] for name in names],
         architecture=of,
         shared=shared,

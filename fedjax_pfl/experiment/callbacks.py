@@ -21,7 +21,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import rich.console
@@ -123,8 +122,7 @@ def first_state(e: Experiment) -> RunState:
     """Returns the state before the first round, on the host."""
     if e.config.init_from is not None:
         return warm_start.start(e)
-    traced = {name: jnp.float32(value) for name, value in e.program.traced.items()}
-    return e.fetch(e.program.init(e.key, traced))
+    return e.fetch(e.program.init(e.key, e.traced))
 
 
 class UnseenClients(Callback):
@@ -361,5 +359,5 @@ class Curves(Callback):
             run = results.load(self.directory.path)
             e = self.experiment
             figures.of_run(run).savefig(run.path / "curves.png")
-            drawn = figures.partition(e.task.class_counts, "", e.names, e.classes)
+            drawn = figures.partition(e.task.class_counts, "", e.names, e.classes or ())
             drawn.savefig(run.path / "partition.png")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment.types import Experiment
+from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.types import PyTree, RunState, State
 
 CHECKPOINTS, BEST = "checkpoints", "best"
@@ -76,7 +76,7 @@ class Checkpoints:
         return read_json(file) if file.is_file() else {}
 
     def restore(
-        self, experiment: Experiment, kind: str = CHECKPOINTS
+        self, experiment: Trained, kind: str = CHECKPOINTS
     ) -> tuple[int, RunState | None]:
         """Returns the step and the state of the last checkpoint of a kind, or 0 and
         None; InputError if its numbers are not those that were written."""
@@ -107,7 +107,7 @@ class Checkpoints:
             found,
         )
 
-    def latest(self, experiment: Experiment) -> tuple[int, RunState]:
+    def latest(self, experiment: Trained) -> tuple[int, RunState]:
         """Returns rounds and state of the best checkpoint of early stopping, else of
         the last one.
 

@@ -1,4 +1,4 @@
-"""Commands: `fedjax-pfl run|sweep|report|plot|export|reconstruct`.
+"""Commands: `fedjax-pfl run|sweep|report|plot|export|predict|reconstruct`.
 
 Exit codes: 0 done; 1 a crash; 2 wrong input, and nothing was compiled; 3 the training
 diverged; 4 a file cannot be written; 128 + n stopped by signal n (130: Ctrl-C).
@@ -35,6 +35,7 @@ COMMANDS = {
     "report": "report:main",
     "plot": "figures:main",
     "export": "export:main",
+    "predict": "predict:main",
     "reconstruct": "reconstruct:main",
 }
 _DEFINE: dict[Any, Callable[..., Any]] = {

@@ -22,7 +22,7 @@ from fedjax_pfl import architectures, averaging, simulate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, clients, results
 from fedjax_pfl.experiment.build import method
-from fedjax_pfl.experiment.types import Experiment
+from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.types import Algorithm, Client, Predictor, PyTree, RunState, Task
@@ -47,7 +47,7 @@ CALL = """
 logits, _ = network.apply(variables, x)  # prepared inputs [B, ...]"""
 
 
-def exported(e: Experiment, state: RunState, t: int, client: int) -> Any:
+def exported(e: Trained, state: RunState, t: int, client: int) -> Any:
     """Returns variables of a network, or {"server", "client"} of several networks.
 
     Args:
@@ -62,12 +62,12 @@ def exported(e: Experiment, state: RunState, t: int, client: int) -> Any:
             found = {"server": own, "client": row}
         return lambda x, mask: found
 
-    x = e.dataset.x[e.partition.test[client][:1]]
+    x = np.zeros((1, *e.task.input.shape), e.task.input.dtype)
     return serialization.to_state_dict(of_client(e, state, t, client, x, kept))
 
 
 def of_client(
-    e: Experiment,
+    e: Trained,
     state: RunState,
     t: int,
     client: int,
@@ -101,7 +101,7 @@ def of_client(
 def write(path: str | Path, client: int | str, output: str | None = None) -> str:
     """Writes both files and returns the lines that load them."""
     run = results.load(path)
-    e, (t, state) = run.experiment, run.checkpoint
+    e, (t, state) = run.trained, run.checkpoint
     client = clients.index(e.names, client)
     tree = exported(e, state, t, client)
     base = Path(output or run.path / f"client-{client}").expanduser()
@@ -114,7 +114,7 @@ def write(path: str | Path, client: int | str, output: str | None = None) -> str
     if "server" in tree:
         return lines
     c, x, name = e.config, e.task.prepared, str(e.networks[client])
-    if c.adapt or pretrained.folder(name) or e.dataset.vocabulary:
+    if c.adapt or pretrained.folder(name) or x.dtype == np.int32:
         index = int(e.task.architecture[client])
         return lines + OF_RUN.format(path=run.path, index=index) + CALL
     given = f"'{name}', {x.shape[1:]}, {e.task.num_classes}"
@@ -137,7 +137,7 @@ def write_adapter(
         combines several networks.
     """
     run = results.load(path)
-    e, (t, state) = run.experiment, run.checkpoint
+    e, (t, state) = run.trained, run.checkpoint
     client = clients.index(e.names, client)
     c, base = e.config, pretrained.folder(str(e.networks[client]))
     if base is None or c.base is not None or "lora" not in (c.adapt or ""):

@@ -255,9 +255,10 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(f"--output must be a folder, got {folder}.")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(runs)
-    if len(runs) == 1:  # needs the data
-        e = runs[0].experiment
-        drawn["partition"] = partition(e.task.class_counts, "", e.names, e.classes)
+    if len(runs) == 1:
+        e = runs[0].trained
+        named = e.names, e.classes or ()
+        drawn["partition"] = partition(e.task.class_counts, "", *named)
     if "attention" in given:
         if len(runs) > 1:
             raise InputError("--attention needs one run.")

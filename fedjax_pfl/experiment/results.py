@@ -23,13 +23,13 @@ from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.program import BENIGN
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import clients, metrics, presets, text
+from fedjax_pfl.experiment import metrics, presets, standalone, text
 from fedjax_pfl.experiment.build import build, method, rebuilt
 from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
 from fedjax_pfl.experiment.run_directory import RunDirectory
-from fedjax_pfl.experiment.types import Experiment
+from fedjax_pfl.experiment.types import Experiment, NeedsDataError, Trained
 from fedjax_pfl.types import RunState
 from fedjax_pfl.uploads.privacy import Guarantee
 
@@ -101,20 +101,49 @@ class Run:
     def checkpoint(self) -> tuple[int, RunState]:
         """The rounds before the best checkpoint of early stopping, else the last, and
         the state after them."""
-        return Checkpoints(self.path).latest(self.experiment)
+        return Checkpoints(self.path).latest(self.trained)
+
+    @functools.cached_property
+    def trained(self) -> Trained:
+        """Task, program and federation of the run, from its files alone.
+
+        Loads the data set where they do not suffice: for a run of an earlier version,
+        or a method that reads training examples.
+        """
+        try:
+            return standalone.trained(self.path)
+        except NeedsDataError as error:
+            return self._loaded(error)
+
+    def _loaded(self, why: InputError) -> Trained:
+        """Returns the experiment; InputError with the reason without its data set."""
+        try:
+            return self.experiment
+        except InputError as error:
+            raise InputError(
+                f"{self.path} predicts with its data set alone, {error} {why}"
+            ) from error
 
     def state(self) -> RunState:
         """Returns the state at the last checkpoint."""
         return self.checkpoint[1]
 
     def predictor(self, client: int | str) -> Callable[[Any], Any]:
-        """Returns one client's model at the last checkpoint: raw inputs -> outputs.
+        """Returns one client's model at the last checkpoint: raw rows -> outputs.
 
         Args:
           client: its number, its name, or "#3" for number 3.
         """
-        e, (t, state) = self.experiment, self.checkpoint
-        return e.predictor(state, t, clients.index(e.names, client))
+        (t, state), e = self.checkpoint, self.trained
+        predict = e.predictor(state, t, client)
+
+        def run(rows: Any) -> Any:
+            try:
+                return predict(rows)
+            except NeedsDataError as error:
+                return self._loaded(error).predictor(state, t, client)(rows)
+
+        return run
 
     @property
     def headline(self) -> Headline:

@@ -6,6 +6,7 @@ metrics.jsonl   a row per round            scores.jsonl    a row per round, by c
 summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
 best/           checkpoint of --patience   digests.json    hashes of checkpoints
 preparation.json    of texts and tables: what new raw rows need
+inputs.json         shapes and types, for predictions without the data set
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import fedjax_pfl
 from fedjax_pfl.data import partition
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import metrics
+from fedjax_pfl.experiment import metrics, standalone
 from fedjax_pfl.experiment.build import check_growth, digests
 from fedjax_pfl.experiment.checkpoints import (
     BEST,
@@ -53,7 +54,7 @@ _STARTED = {
 }
 # files of a run without a finished round, whose directory is free
 _REFUSED = {
-    *("config.json", "preparation.json", CHECKPOINTS, BEST, DIGESTS),
+    *("config.json", "preparation.json", standalone.FILE, CHECKPOINTS, BEST, DIGESTS),
     *_ROWS,
 }
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
@@ -153,6 +154,7 @@ class RunDirectory:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
         if e.preparation is not None:
             self.write("preparation.json", e.preparation.as_json())
+        self.write(standalone.FILE, standalone.recorded(e))
         self._summarize_headline(e)
         self.write("config.json", e.config.flat())
         return 0, None

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,10 +14,17 @@ from fedjax_pfl import local_training, simulate, trees
 from fedjax_pfl.data import datasets
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.preparation import Preparation
+from fedjax_pfl.data.sources.text import encode
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.schedule import Schedule
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import clients
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.types import Array, Federation, PyTree, RunState, Task
+
+
+class NeedsDataError(InputError):
+    """A prediction that needs the data set of its run."""
 
 
 class Unseen(NamedTuple):
@@ -29,58 +37,45 @@ class Unseen(NamedTuple):
     task: Task
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Experiment:
-    """Everything that a run computes with, for N clients that train.
+class Absent:
+    """Examples of a run whose data set is not there."""
+
+    @property
+    def x(self) -> Any:
+        raise NeedsDataError("Predictions need clients' training examples.")
+
+    y = x
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Everything that checkpoints and predictions of N clients need.
 
     Attributes:
       config: the settings, with the number of clients, the network, the width and the
         devices that were chosen.
-      everybody: the partition with the clients that do not train.
-      alone: the program on one device, for the same states by client id.
+      alone: the program on one device, for states by client id.
       names: of the clients, [N].
-      headline: the primary score, and "max" or "min".
+      classes: names of the classes; None: they are numbers.
       networks: [N] name of each client's network.
-      planned: local steps and examples of each client in a round, [N] each.
-      examples: counts of the data set: used, available, and of its whole.
-      marks: type of mark on each client's images, without --marks empty.
       preparation: of new raw rows; None: it is fixed.
-      schedule: arrivals of an asynchronous run.
-      member: index in a batch of experiments that is one program; None: it is alone.
-      batch: number of experiments in the batch.
     """
 
     config: Config
-    dataset: datasets.Dataset
-    unmarked: datasets.Dataset
-    public: datasets.Dataset | None
-    everybody: Partition
-    partition: Partition
-    federation: Federation
     task: Task
-    program: simulate.Program
+    federation: Federation
     alone: simulate.Program
     names: tuple[str, ...]
-    headline: tuple[str, str]
+    classes: tuple[str, ...] | None
     networks: np.ndarray
-    planned: tuple[np.ndarray, ...]
-    examples: dict[str, int]
-    marks: tuple[str, ...] = ()
-    preparation: Preparation | None = None
-    unseen: Unseen | None = None
-    schedule: Schedule | None = None
-    member: int | None = None
-    batch: int = 1
+    preparation: Preparation | None
 
     @property
     def key(self) -> Array:
         """Returns the random key of the seed."""
         return jax.random.key(self.config.seed)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Returns the names of the classes; empty where they are numbers."""
-        return self.dataset.classes or ()
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -93,36 +88,91 @@ class Experiment:
         ):
             yield
 
+    @functools.cached_property
+    def traced(self) -> dict[str, Array]:
+        """Traced hyperparameters as arrays."""
+        return {name: jnp.float32(x) for name, x in self.alone.traced.items()}
+
     def state_shapes(self) -> RunState:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""
         program = self.alone
-        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-        return jax.eval_shape(lambda: program.unplace(program.init(self.key, traced)))
+        return jax.eval_shape(
+            lambda: program.unplace(program.init(self.key, self.traced))
+        )
+
+    @functools.cached_property
+    def _predict(self) -> Callable[..., PyTree]:
+        # of several architectures the client's is static
+        static = 5 if len(self.task.models) > 1 else ()
+        return jax.jit(self.alone.predict, static_argnums=static)
+
+    def inputs(self, rows: Any) -> np.ndarray:
+        """Returns raw rows as inputs [B, *input].
+
+        Args:
+          rows: of a table {column: cells} or a pandas frame, texts, or an array of the
+            inputs themselves.
+        """
+        known = self.preparation
+        if known is not None and known.columns and hasattr(rows, "keys"):
+            return known.inputs(rows)
+        if known is not None and known.words and isinstance(rows[0], str):
+            length, tokenizer = known.max_length or 0, known.tokenizer or ""
+            return encode(rows, known.words, length, tokenizer)
+        return np.asarray(rows)
+
+    def predictor(
+        self, state: RunState, t: int, client: int | str
+    ) -> Callable[[Any], PyTree]:
+        """Returns one client's model after `t` rounds, raw rows -> outputs [B, ...].
+
+        Args:
+          state: rows by client id.
+          client: its number, its name, or "#3" for number 3.
+        """
+        id = clients.index(self.names, client)
+        placed, here = self.alone.place(state), jnp.int32(t)
+        given = (self.key, self.traced, self.federation, placed, here, id)
+
+        def run(rows: Any) -> PyTree:
+            with self.tracing():
+                return self._predict(*given, jnp.asarray(self.inputs(rows)))
+
+        return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment(Trained):
+    """Everything that a run computes with, for N clients that train.
+
+    Attributes:
+      everybody: the partition with the clients that do not train.
+      headline: the primary score, and "max" or "min".
+      planned: local steps and examples of each client in a round, [N] each.
+      examples: counts of the data set: used, available, and of its whole.
+      marks: type of mark on each client's images, without --marks empty.
+      schedule: arrivals of an asynchronous run.
+      member: index in a batch of experiments that is one program; None: it is alone.
+      batch: number of experiments in the batch.
+    """
+
+    dataset: datasets.Dataset
+    unmarked: datasets.Dataset
+    public: datasets.Dataset | None
+    everybody: Partition
+    partition: Partition
+    program: simulate.Program
+    headline: tuple[str, str]
+    planned: tuple[np.ndarray, ...]
+    examples: dict[str, int]
+    marks: tuple[str, ...] = ()
+    unseen: Unseen | None = None
+    schedule: Schedule | None = None
+    member: int | None = None
+    batch: int = 1
 
     def fetch(self, state: RunState | None) -> RunState:
         """Returns the state of a result on every host, rows by client id."""
         if self.member is not None:
             state = trees.gather(state, self.member)
         return self.program.unplace(distributed.fetch(state))
-
-    def predictor(
-        self, state: RunState, t: int, client: int
-    ) -> Callable[[Any], PyTree]:
-        """Returns one client's model after `t` rounds, raw inputs [B, ...] -> outputs.
-
-        Args:
-          state: as `fetch` returns it.
-        """
-        program = self.alone
-        traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-        predict, placed = (
-            jax.jit(program.predict, static_argnums=5),
-            program.place(state),
-        )
-        given = (self.key, traced, self.federation, placed, jnp.int32(t), client)
-
-        def run(x: Any) -> PyTree:
-            with self.tracing():
-                return predict(*given, jnp.asarray(x))
-
-        return run

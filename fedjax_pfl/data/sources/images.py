@@ -177,6 +177,33 @@ def _decode(files: Sequence[Path], side: int | None) -> dict[str, np.ndarray]:
     return {"x": x, "low": low, "high": high, "facts": np.sum(facts, axis=0)}
 
 
+def unlabelled(
+    path: str, shape: Sequence[int], resized: bool = False
+) -> tuple[list[Path], np.ndarray]:
+    """Returns the files of a folder in sorted order, and their images [n, H, W, C].
+
+    Args:
+      shape: (H, W, C).
+      resized: resizes images; else they must have this size.
+
+    Raises:
+      InputError: there is no image, or one has another size, depth or colours.
+    """
+    folder, images = Path(path).expanduser(), list[np.ndarray]()
+    inside = sorted(x for x in folder.rglob("*") if x.suffix.lower() in SUFFIXES)
+    files = [folder] if folder.is_file() else inside
+    for file in files:
+        image, _ = _read(file, shape[0] if resized else None)
+        fits = image.shape[:2] == tuple(shape[:2]) and image.shape[2] in (1, shape[2])
+        if not fits or image.dtype != np.uint8:
+            got = f"{image.dtype}{list(image.shape)}"
+            raise InputError(f"{file} must be an image uint8{list(shape)}, got {got}.")
+        images.append(np.broadcast_to(image, shape))
+    if not files:
+        raise InputError(f"{path} must have images ({', '.join(SUFFIXES)}).")
+    return files, np.stack(images)
+
+
 def _read(file: Path, side: int | None) -> tuple[np.ndarray, list[bool]]:
     """Returns an image [H, W, 1], or [H, W, 3] in colour, and which of `_FACTS` hold;
     float32 of more than 8 bits, else uint8."""

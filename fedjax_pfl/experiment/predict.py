@@ -1,0 +1,233 @@
+"""Predicts new rows by a run: `fedjax-pfl predict RUN --client=H03 --input=new.csv`.
+
+The run directory suffices, without the data set. --input is a table, rows with a column
+`text`, a .txt of one text per line, a folder of images, or an .npz or .npy with the
+array x. --output, by default RUN/predictions.csv, gets a row per example with the
+predicted class and the probabilities, or the targets of a regression. Where the input
+has labels (the column `label`, the array y, folders named like classes) accuracy and a
+confusion table are printed.
+
+--client=all takes for each row the client that the column of natural:COLUMN names, or
+all clients without this column. --client=global is the model that the clients share.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+
+from fedjax_pfl import averaging, evaluation
+from fedjax_pfl.data.datasets import stored_inputs
+from fedjax_pfl.data.sources import arrays, images, rows, table
+from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import cli, clients, results
+from fedjax_pfl.experiment.results import Run
+from fedjax_pfl.experiment.types import Trained
+from fedjax_pfl.types import RunState
+
+ALL, GLOBAL = "all", "global"
+ROWS = 1000  # predicted at once
+FLAGS = {
+    "client": cli.Flag(str, f"name of a client, #3 for number 3, {ALL} or {GLOBAL}"),
+    "input": cli.Flag(str, "file or folder of the rows to predict"),
+    "output": cli.Flag(str, "file of the predictions", "RUN/predictions.csv"),
+}
+
+
+class Given(NamedTuple):
+    """Rows to predict."""
+
+    x: np.ndarray  # [n, *input], prepared as the data set's
+    names: list[Any]  # of the rows: their numbers from 1, or files
+    labels: list[Any] | None  # as they were given; None: there are none
+    owners: list[str] | None  # names of their clients
+
+
+def read(path: str, e: Trained) -> Given:
+    """Reads rows to predict.
+
+    Raises:
+      InputError: the file cannot be read, or is not of the kind of the run's data.
+    """
+    kind, known = e.task.input, e.preparation
+    suffix = Path(path.lower().removesuffix(".gz")).suffix
+    if suffix in (".npz", ".npy"):
+        return _of_arrays(arrays.read(path), path, e)
+    if known is not None and (known.columns or known.words):
+        return _of_rows(path, e)
+    if len(kind.shape) != 3 or kind.dtype != np.uint8:
+        shape = f"{kind.dtype}{list(kind.shape)}"
+        raise InputError(f"--input={path} must be an .npz with x of {shape} per row.")
+    size = e.config.image_size
+    files, x = images.unlabelled(path, kind.shape, resized=size is not None)
+    labels = [file.parent.name for file in files]
+    return Given(
+        x, [str(file) for file in files], labels if _known(labels, e) else None, None
+    )
+
+
+def _known(labels: Sequence[str], e: Trained) -> bool:
+    return e.classes is not None and set(labels) <= set(e.classes)
+
+
+def _of_arrays(found: dict[str, np.ndarray], path: str, e: Trained) -> Given:
+    arrays.required(path, found, ("x",))
+    x, kind = stored_inputs(f"{path}: x", found["x"]), e.task.input
+    x = x[..., None] if x.dtype == np.uint8 and x.ndim == 3 else x
+    if (x.shape[1:], x.dtype) != (kind.shape, kind.dtype):
+        raise InputError(
+            f"{path}: x must be {kind.dtype}{list(kind.shape)} per row, got "
+            f"{x.dtype}{list(x.shape[1:])}."
+        )
+    for name in ("y", column := e.config.partition.column or ""):
+        if name in found and found[name].shape[:1] != x.shape[:1]:
+            raise InputError(f"{path}: {name} must have {len(x)} rows, as x.")
+    labels = found["y"].tolist() if "y" in found else None
+    owners = [str(x) for x in found[column]] if column in found else None
+    return Given(x, list(range(1, len(x) + 1)), labels, owners)
+
+
+def _of_rows(path: str, e: Trained) -> Given:
+    """Reads rows of a table or of texts."""
+    assert e.preparation is not None
+    column, texts = e.config.partition.column, not e.preparation.columns
+    if texts and path.lower().endswith(".txt"):
+        try:
+            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read ({error}).") from None
+        return Given(e.inputs(lines), list(range(1, len(lines) + 1)), None, None)
+
+    def typed(name: str) -> bool:
+        return texts or name in ("label", column) or table.identifies(name)
+
+    frame = rows.read(path, typed)
+    if isinstance(frame, dict) or (texts and "text" not in frame):
+        raise InputError(f"{path} must hold rows with a column text.")
+    given = [str(x) for x in frame["text"]] if texts else frame
+    labels = None
+    if "label" in frame and e.task.label.dtype == np.int32:
+        labels = frame["label"].tolist()
+    owners = frame[column].astype(str).tolist() if column in frame else None
+    return Given(e.inputs(given), list(range(1, len(frame) + 1)), labels, owners)
+
+
+def scores(e: Trained, predict: Any, x: np.ndarray) -> np.ndarray:
+    """Returns probabilities [n, C], of a regression targets [n, C]; of texts that go on
+    those of the token after the last one."""
+    parts = []
+    for first in range(0, len(x), ROWS):
+        batch = x[first : first + ROWS]
+        z = evaluation.class_logits(predict(batch), e.task.num_classes)
+        if e.task.label.shape and e.task.label.dtype == np.int32:
+            last = np.maximum((batch != 0).sum(axis=1), 1) - 1
+            z = z.reshape(*batch.shape, -1)[np.arange(len(batch)), last]
+        of = {np.int32: jax.nn.softmax, np.bool_: jax.nn.sigmoid}
+        parts.append(of.get(e.task.label.dtype.type, lambda z: z)(z))
+    return np.concatenate(parts)
+
+
+def shared(e: Trained, state: RunState) -> Any:
+    """Returns the predictor of the model that all clients share.
+
+    Raises:
+      InputError: the method has none.
+    """
+    server, model = state.method.server, e.task.models[0]
+    wanted = jax.eval_shape(model.init, jax.random.key(0))
+    found = {part: server.get(part) for part in wanted if isinstance(server, dict)}
+    structures: list[Any] = [jax.tree.structure(x) for x in (found, wanted)]
+    if structures[0] != structures[1] or len(e.task.models) > 1:
+        raise InputError(f"{e.config.algo} has no global model: name a client.")
+
+    def run(x: np.ndarray) -> Any:
+        rows = e.task.prepare(jnp.asarray(x))
+        with e.tracing():
+            return averaging.logits(model, found, rows, jnp.ones(len(x), bool))
+
+    return run
+
+
+def predictions(run: Run, given: Given, client: str) -> pd.DataFrame:
+    """Returns a row per example and client: row, client, class or target, and
+    probabilities.
+
+    Raises:
+      InputError: there is no such client, or the method predicts no scores of classes.
+    """
+    e, everything = run.trained, np.arange(len(given.x))
+    if client == GLOBAL and GLOBAL not in e.names:
+        found = scores(e, shared(e, run.state()), given.x)
+        return _frame(e, given, everything, client, found)
+    chosen = [(client, everything)]
+    if client == ALL and ALL not in e.names:
+        chosen = [(name, everything) for name in e.names]
+        if given.owners is not None:
+            owners = np.array(given.owners)
+            names = sorted(set(given.owners))
+            chosen = [(name, np.flatnonzero(owners == name)) for name in names]
+    parts = []
+    for name, at in chosen:
+        name = e.names[clients.index(e.names, name)]
+        found = scores(e, run.predictor(name), given.x[at])
+        parts.append(_frame(e, given, at, name, found))
+    return pd.concat(parts)
+
+
+def _frame(
+    e: Trained, given: Given, at: np.ndarray, client: str, found: np.ndarray
+) -> pd.DataFrame:
+    words = None if e.preparation is None else e.preparation.words
+    names = e.classes or (words if e.task.label.shape else None)
+    names = names or tuple(map(str, range(e.task.num_classes)))
+    table = pd.DataFrame({"row": [given.names[i] for i in at], "client": client})
+    if e.task.label.dtype == np.float32:
+        targets = [f"target_{i}" for i in range(1, found.shape[1] + 1)]
+        return pd.concat([table, pd.DataFrame(found, columns=targets)], axis=1)
+    if e.task.label.dtype == np.int32:
+        table["class"] = [names[i] for i in found.argmax(axis=1)]
+    else:
+        own = [np.flatnonzero(p > 0.5) for p in found]
+        table["classes"] = [" ".join(names[i] for i in each) for each in own]
+    if given.labels is not None:
+        table.insert(2, "label", [_name(e, given.labels[i]) for i in at])
+    if len(names) == len(words or ()):
+        return table  # a column per token would be too many
+    return pd.concat([table, pd.DataFrame(found, columns=list(names))], axis=1)
+
+
+def _name(e: Trained, label: Any) -> str:
+    """Returns the name of a label, which may be given as its number."""
+    if e.classes is None or str(label) in e.classes:
+        return str(label)
+    number = int(label) if str(label).isdecimal() else -1
+    if not 0 <= number < len(e.classes):
+        raise InputError(f"Unknown label {label!r}, not of {', '.join(e.classes)}.")
+    return e.classes[number]
+
+
+def confusion(found: pd.DataFrame) -> str:
+    """Returns the accuracy and a table of labels by predicted classes."""
+    right = (found["label"] == found["class"]).mean()
+    counts = pd.crosstab(found["label"], found["class"])
+    counts = counts.rename_axis(index="label", columns="predicted")
+    return f"accuracy {100 * right:.1f} % of {len(found):,}\n{counts.to_string()}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command `predict` and returns its exit code."""
+    given, words = cli.parse(argv, FLAGS, __doc__ or "")
+    if len(words) != 1 or not {"client", "input"} <= {*given}:
+        raise InputError("Give one run directory, --client and --input.")
+    run = results.load(words[0])
+    file = Path(given.get("output", run.path / "predictions.csv")).expanduser()
+    found = predictions(run, read(given["input"], run.trained), given["client"])
+    found.to_csv(file, index=False)
+    print(file)
+    if {"label", "class"} <= {*found}:
+        print(confusion(found))
+    return 0

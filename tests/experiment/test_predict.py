@@ -1,0 +1,194 @@
+"""Predictions of a run from its directory alone."""
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from experiment.runs import run
+from experiment.test_build import TABLE, sites
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.experiment import callbacks, predict, results
+from fedjax_pfl.experiment.build import _load, build
+from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.run_directory import RunDirectory
+from fedjax_pfl.experiment.types import Trained
+
+SMALL = {"clients": 6, "data_fraction": 0.2, "model": "linear", "devices": "1"}
+
+
+def untrained(path, **settings):
+    """Returns the experiment of a run directory with the start as its checkpoint."""
+    e, directory = build(Config(**SMALL | settings)), RunDirectory(path)
+    directory.open(e)
+    directory.save(1, callbacks.first_state(e))
+    directory.unlock()
+    return e
+
+
+def same(path, e, client=1, rows=None, loaded=False):
+    """Asserts that the files alone predict as the experiment does, bit for bit."""
+    known = results.load(path)
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype),
+            known.trained.state_shapes(),
+            e.state_shapes(),
+        )
+    )
+    x = e.dataset.x[:3]
+    found = known.predictor(client)(x if rows is None else rows)
+    wanted = e.predictor(known.state(), 1, client)(x)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert (type(known.trained) is Trained) is not loaded
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algo": "ditto", "unseen": 0.3, "sampling": "power_of_choice"},
+        {"algo": "scaffold", "asynchronous": "fedbuff:2", "participation": "0.5"},
+        {"algo": "fedmd", "public": "digits:7"},
+        {"algo": "local", "model": "linear,mlp"},
+        {"algo": "fedavg", "malicious": "0.3:sign_flip"},
+        {"algo": "fedavg", "compress": "top_k:0.5", "participation": "0.5"},
+    ],
+)
+def test_a_run_predicts_from_its_files_alone(settings, tmp_path):
+    same(tmp_path, untrained(tmp_path, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", sorted(ALGORITHMS))
+def test_every_method_predicts_from_its_files_alone(algo, tmp_path):
+    settings = {"fedmd": {"public": "digits:20"}, "hetlora": {"adapt": "lora:2"}}
+    try:
+        e = untrained(tmp_path, algo=algo, **settings.get(algo, {}))
+    except ValueError:
+        e = untrained(tmp_path, algo=algo, public="digits:20", model="mlp")
+    same(tmp_path, e)
+
+
+def test_raw_rows_of_a_table_equal_the_loaders_rows(tmp_path):
+    file, settings = tmp_path / "sites.csv", {"missing": "mean", "data_fraction": 1.0}
+    made = {"dataset": sites(file), "algo": "ditto", "categories": "onehot"} | TABLE
+    e = untrained(tmp_path / "run", **made | settings)
+    rows = pd.read_csv(file)[:3]
+    file.unlink()
+    same(tmp_path / "run", e, "2", rows)
+
+
+def predicted(*argv):
+    return run(*map(str, argv), command=predict.main)
+
+
+def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
+    file, out = tmp_path / "sites.csv", tmp_path / "run" / "predictions.csv"
+    made = {"dataset": sites(file), "algo": "ditto", "missing": "mean"} | TABLE
+    e = untrained(tmp_path / "run", **made | {"data_fraction": 1.0})
+    rows = pd.read_csv(file)
+    file.unlink()
+    rows.to_csv(tmp_path / "new.csv", index=False)
+    given = tmp_path / "run", f"--input={tmp_path / 'new.csv'}"
+    assert predicted(*given, "--client=2") == 0
+    found = pd.read_csv(out)
+    assert [*found] == ["row", "client", "label", "class", "0", "1"] and len(
+        found
+    ) == 60
+    z = e.predictor(results.load(tmp_path / "run").state(), 1, "2")(e.dataset.x)
+    np.testing.assert_allclose(found[["0", "1"]], jax.nn.softmax(z), rtol=1e-5)
+    right = (found["class"] == rows.label).mean()
+    assert f"accuracy {100 * right:.1f} % of 60" in capsys.readouterr().out
+    assert predicted(*given, "--client=all") == 0
+    every = pd.read_csv(out).sort_values("row")
+    assert every["client"].tolist() == rows.site.tolist()
+    own = every[every["client"] == 2].set_index("row")["0"]
+    np.testing.assert_array_equal(own, found.set_index("row").loc[own.index, "0"])
+    assert predicted(*given, "--client=global") == 0
+    rows.drop(columns=["site", "label"]).to_csv(tmp_path / "new.csv", index=False)
+    assert predicted(*given, "--client=all") == 0
+    every = pd.read_csv(out)
+    assert len(every) == 4 * 60 and "label" not in every
+    rows.drop(columns="age").to_csv(tmp_path / "new.csv", index=False)
+    assert predicted(*given, "--client=2") == 2
+    assert "must have a column age" in capsys.readouterr().err
+
+
+def test_the_command_predicts_texts(tmp_path, capsys):
+    file = tmp_path / "texts.csv"
+    lines = [f"a good day {i},fine" if i % 2 else f"bad {i},poor" for i in range(60)]
+    file.write_text("\n".join(["text,label", *lines]))
+    made = {"dataset": f"text:{file}", "model": "fasttext", "partition": "iid"}
+    e = untrained(tmp_path / "run", algo="fedavg", **made | {"data_fraction": 1.0})
+    file.unlink()
+    (tmp_path / "new.txt").write_text("a good day 1\nnever seen\n")
+    given = tmp_path / "run", f"--input={tmp_path / 'new.txt'}", "--client=0"
+    assert predicted(*given, f"--output={tmp_path / 'out.csv'}") == 0
+    found = pd.read_csv(tmp_path / "out.csv")
+    z = e.predictor(results.load(tmp_path / "run").state(), 1, 0)(e.dataset.x[1:2])
+    np.testing.assert_allclose(
+        found[["fine", "poor"]][:1], jax.nn.softmax(z), rtol=1e-5
+    )
+    assert predicted(tmp_path / "run", "--client=0") == 2
+    assert predicted(*given[:2], "--client=9") == 2
+    assert "Unknown client '9'" in capsys.readouterr().err
+
+
+def test_the_command_predicts_images_and_arrays(tmp_path, capsys):
+    x = np.random.default_rng(0).integers(0, 256, (40, 4, 4, 1), np.uint8)
+    folder = tmp_path / "images"
+    for i, image in enumerate(x):
+        (folder / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[..., 0]).save(folder / "ab"[i % 2] / f"{i:02}.png")
+    made = {"dataset": f"imagefolder:{folder}", "partition": "iid", "algo": "local"}
+    e = untrained(tmp_path / "run", **made | {"data_fraction": 1.0, "clients": 2})
+    given = tmp_path / "run", "--client=1"
+    assert predicted(*given, f"--input={folder}") == 0
+    assert "of 40" in capsys.readouterr().out
+    found = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    z = e.predictor(results.load(tmp_path / "run").state(), 1, 1)(e.dataset.x)
+    np.testing.assert_allclose(found[["a", "b"]], jax.nn.softmax(z), rtol=1e-5)
+    assert found["label"].tolist() == ["a"] * 20 + ["b"] * 20
+    np.savez(tmp_path / "new.npz", x=e.dataset.x[:5, ..., 0], y=e.dataset.y[:5])
+    assert predicted(*given, f"--input={tmp_path / 'new.npz'}") == 0
+    again = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    np.testing.assert_allclose(again[["a", "b"]], found[["a", "b"]][:5], rtol=1e-5)
+    np.savez(tmp_path / "new.npz", x=np.zeros((5, 3, 3), np.uint8))
+    assert predicted(*given, f"--input={tmp_path / 'new.npz'}") == 2
+    assert "x must be uint8[4, 4, 1] per row" in capsys.readouterr().err
+    assert predicted(tmp_path / "run", "--client=global", f"--input={folder}") == 2
+    assert "local has no global model" in capsys.readouterr().err
+
+
+def test_targets_and_several_labels_are_predicted(tmp_path):
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    labels = {"targets": x[:, :2], "several": x[:, :2] > 0}
+    for name, y in labels.items():
+        np.savez(tmp_path / f"{name}.npz", x=x, y=y)
+        made = {"dataset": f"npz:{tmp_path / name}.npz", "partition": "iid"}
+        made |= {"algo": "fedavg", "data_fraction": 1.0}
+        untrained(tmp_path / name, **made)
+        np.savez(tmp_path / "new.npz", x=x[:4])
+        given = f"--input={tmp_path / 'new.npz'}", "--client=0"
+        assert predicted(tmp_path / name, *given) == 0
+        found = pd.read_csv(tmp_path / name / "predictions.csv")
+        columns = {
+            "targets": ["target_1", "target_2"],
+            "several": ["classes", "0", "1"],
+        }
+        assert [*found] == ["row", "client", *columns[name]] and len(found) == 4
+
+
+def test_a_run_of_an_earlier_version_asks_for_its_data_set(tmp_path, capsys):
+    file = tmp_path / "sites.csv"
+    made = {"dataset": sites(file), "algo": "fedavg", "missing": "mean"} | TABLE
+    e = untrained(tmp_path / "run", **made | {"data_fraction": 1.0})
+    (tmp_path / "run" / "inputs.json").unlink()
+    same(tmp_path / "run", e, loaded=True)
+    file.rename(tmp_path / "new.csv")
+    _load.cache_clear()
+    given = tmp_path / "run", f"--input={tmp_path / 'new.csv'}", "--client=2"
+    assert predicted(*given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "earlier version" in line and "sites.csv" in line
