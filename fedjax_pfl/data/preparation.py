@@ -247,6 +247,6 @@ def words(cells: Any) -> np.ndarray:
     """Returns cells as texts [n], None where they are missing."""
     import pandas as pd
 
-    values = pd.Series(cells, dtype=object)
-    missing = pd.isna(values) | (values == "")
-    return np.asarray(values.map(str).where(~missing, None), object)
+    values = np.asarray(pd.Series(cells, dtype=object))
+    pairs = zip(values, pd.isna(values) | (values == ""), strict=True)
+    return np.array([None if gap else str(cell) for cell, gap in pairs], object)

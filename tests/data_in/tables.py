@@ -383,6 +383,42 @@ CASES = [
         categories="onehot",
     ),
     case(
+        "category-gap.csv",
+        "a category with a gap",
+        text("1,x,0", "2,,1", "3,x,0", "4,y,1", head="a,kind,label\n"),
+        column("kind", ["x", None, "x", "y"]),
+    ),
+    case(
+        "category-gap.jsonl",
+        "a category with null",
+        lines(
+            *({"a": i, "kind": k, "label": i % 2} for i, k in enumerate("xx_y"))
+        ).replace('"_"', "null"),
+        column("kind", ["x", "x", None, "y"]),
+    ),
+    case(
+        "onehot-gap.csv",
+        "a category with a gap as inputs",
+        text("1,x,0", "2,,1", "3,x,0", "4,y,1", head="a,kind,label\n"),
+        lambda data, path: np.testing.assert_array_equal(
+            data.x[:, 1:], [[1, 0, 0], [0, 0, 1], [1, 0, 0], [0, 1, 0]]
+        ),
+        categories="onehot",
+        missing="indicator",
+    ),
+    case(
+        "date-gap.csv",
+        "a date with a gap",
+        text("1,2020-01-02,0", "2,,1", head="a,day,label\n"),
+        noted("no inputs: day (date)"),
+    ),
+    case(
+        "site-gap.csv",
+        "an identifier with a gap",
+        text("1,x,0", "2,,1", head="a,site,label\n"),
+        column("site", ["x", None]),
+    ),
+    case(
         "words.csv",
         "the words NA and None as categories",
         text("1,None,0", "2,y,1", "3,None,0", "4,y,1", head="a,kind,label\n"),
