@@ -6,6 +6,7 @@ adaptivity to system heterogeneity (ICDE 2022), Algorithm 1; authors' code:
 YonghaiGong/FedADMM.
 """
 
+import math
 from typing import Annotated, Literal
 
 import jax
@@ -16,7 +17,10 @@ from annotated_types import Ge, Gt
 from fedjax_pfl import averaging, local_training, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
+from fedjax_pfl.errors import check
 from fedjax_pfl.types import Method, State, Task, Update
+
+LEAST = 0.1  # rho where local training starts from the client's own model
 
 
 @register("fedadmm", targets=True, trainings=1)
@@ -34,8 +38,9 @@ def fedadmm(
     the mean change times `server_lr` to theta.
 
     Args:
-      rho: the penalty (ρ) in (0, inf); default 0.01 as in the authors' code, and 0.1
-        with start=client, where 0.01 diverges from the server's model.
+      rho: the penalty (ρ) in (0, inf); default 0.01 as in the authors' code. With
+        start=client it is at least 0.1, the default there: below, the dual variables
+        drown the shared model.
       server_lr: the server's step (η) in [0, inf); 1 as in the authors' code, where it
         is 0.5 from round 60.
       start: where local training begins, at theta (server, as in the authors' code) or
@@ -51,7 +56,9 @@ def fedadmm(
     sgd, split = local_training.bind(task), averaging.split(task)
     own_start = start == "client"
     if rho is None:
-        rho = 0.1 if own_start else 0.01
+        rho = LEAST if own_start else 0.01
+    if own_start:
+        check("rho", rho, LEAST, math.inf, why="start=client")
 
     def init(key):
         w = task.model.init(key)

@@ -4,6 +4,9 @@ import by_hand
 import oracle
 import pytest
 
+from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.errors import InputError
+
 
 @pytest.mark.parametrize("start", ["server", "client"])
 def test_two_rounds_by_hand(start):
@@ -48,3 +51,11 @@ def test_the_server_has_the_mean_augmented_model():
     both = [[oracle.variables(r[name]) for name in ("w", "y")] for r in rows]
     wanted = oracle.mean([augmented(*pair, rho) for pair in both], [1] * len(both))
     oracle.close(states[1].server["w"], wanted)
+
+
+def test_the_own_start_needs_a_larger_penalty():
+    fedadmm = ALGORITHMS["fedadmm"]
+    with pytest.raises(InputError, match=r"`rho` must be in \[0.1, inf\), got 0.01"):
+        fedadmm(by_hand.TASK, start="client", rho=0.01)
+    fedadmm(by_hand.TASK, start="client")
+    fedadmm(by_hand.TASK, rho=0.01)
