@@ -459,6 +459,15 @@ class Traffic(NamedTuple):
     public_data: Array | None = None
 
 
+class Stage(NamedTuple):
+    """Work of a method that begins in a later round of a run."""
+
+    first: Numeric  # its first round, from 0; not checked where it is traced
+    # what a run that ends before lacks, such as "no cluster is split"
+    missing: str
+    needed: bool = False  # refuses such a run instead of a warning
+
+
 class Method(NamedTuple):
     """A method whose round is one weighted mean over the clients, as data.
 
@@ -500,6 +509,7 @@ class Method(NamedTuple):
     one_architecture: bool = True
     no_unseen: str = ""
     excludes: Mapping[str, str] = MappingProxyType({})
+    stages: tuple[Stage, ...] = ()
 
 
 class Upload(NamedTuple):
@@ -567,3 +577,5 @@ class Algorithm(NamedTuple):
     # options of a task that the method's derivation excludes, with the reason as the
     # end of an error's sentence; see `engine.method.EXCLUDED`
     excludes: Mapping[str, str] = MappingProxyType({})
+    # what begins in a later round; a run that ends before is warned of, or refused
+    stages: tuple[Stage, ...] = ()

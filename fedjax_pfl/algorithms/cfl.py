@@ -10,13 +10,12 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, evaluation, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.types import Algorithm, Array, Metrics, State, Task
+from fedjax_pfl.types import Algorithm, Array, Metrics, Stage, State, Task
 
 NEVER = -2.0  # below every cosine
 
@@ -71,7 +70,7 @@ def cfl(
         authors' code.
       eps2: bound of the largest norm (ε2) in [0, inf); 1.6 as there.
       first: rounds in [0, 100000] before the first split; 20 as there. A run of no more
-        rounds has one cluster, of which it warns.
+        rounds has one cluster, and a warning.
       smallest: clusters of so many clients or fewer, in [1, 100000], are not split; 2
         as there.
 
@@ -83,9 +82,6 @@ def cfl(
       norms, so they depend on the network and the learning rate.
     """
     sgd, split, n = local_training.bind(task), averaging.split(task), task.num_clients
-    if task.rounds is not None and first >= task.rounds:
-        text = "cfl: no cluster is split before round %d of %d, so there is only one."
-        logging.log_first_n(logging.WARNING, text, 1, first, task.rounds)
 
     def init(key):
         state = split.init(key)
@@ -141,4 +137,11 @@ def cfl(
     def sent(state, cohort, metrics):
         return traffic.both_ways(cohort, trees.size(state.server["w"]) // n)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return Algorithm(
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        sent,
+        stages=(Stage(first, "no cluster is split"),),
+    )

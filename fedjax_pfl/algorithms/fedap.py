@@ -16,7 +16,7 @@ from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, Stage, State, Task, Update
 
 NEAREST = 1e-14  # smaller distances count as this one
 
@@ -82,7 +82,7 @@ def fedap(
     sgd = local_training.bind(task)
     split = averaging.split(task, batch_norm=True)
     rounds = needed("rounds", task.rounds, "which its warm-up follows")
-    n = task.num_clients
+    n, first = task.num_clients, jnp.round(warmup * rounds)
 
     def init(key):
         shared, own = split.send(task.model.init(key))
@@ -98,7 +98,7 @@ def fedap(
         return trees.mixtures(a, server["w"], ids)
 
     def warm(cohort):
-        return cohort.round < jnp.round(warmup * rounds)
+        return cohort.round < first
 
     def start(key, server, cohort):
         # Matrix products round a row by its position: rows are ordered by their ids.
@@ -139,4 +139,5 @@ def fedap(
         start=start,
         finish=finish,
         traffic=sent,
+        stages=(Stage(first, "no models are mixed by their statistics"),),
     )

@@ -24,8 +24,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.algorithms.registry import READS_LABELS, register
 from fedjax_pfl.averaging import params, predictor
-from fedjax_pfl.errors import check
-from fedjax_pfl.types import Method, Own, State, Task, Update
+from fedjax_pfl.types import Method, Own, Stage, State, Task, Update
 
 
 class Draw(keys.Stream):
@@ -72,9 +71,6 @@ def fedl2g(
       the clients whose trial batch has it. G begins at random numbers of variance 1. A
       client with one example holds none out, and sends no gradient.
     """
-    if task.rounds is not None:
-        why = "no client trains before"
-        check("warmup", warmup, 0, task.rounds, open_high=True, why=why)
     classes = task.num_classes
     clipped = task._replace(
         optimizer=lambda lr: optax.chain(optimizers.clipped(clip), task.optimizer(lr))
@@ -151,4 +147,5 @@ def fedl2g(
         },
         update=update,
         traffic=sent,
+        stages=(Stage(warmup, "no client trains", needed=True),),
     )

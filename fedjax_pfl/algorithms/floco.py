@@ -23,7 +23,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Array, Method, Metrics, PyTree, State, Task, Update
+from fedjax_pfl.types import Array, Method, Metrics, PyTree, Stage, State, Task, Update
 
 LEVELS = 1000  # sums z that are tried in the projection
 NEAREST = 1e-4  # smaller distances count as this one
@@ -250,4 +250,5 @@ def floco(
         default=lambda server: server["w"],
         finish=finish,
         traffic=sent,
+        stages=(Stage(first, "no client trains in a region"),),
     )

@@ -27,6 +27,7 @@ from fedjax_pfl.types import (
     Metrics,
     Predictor,
     PyTree,
+    Stage,
     State,
     Task,
 )
@@ -227,4 +228,11 @@ def mocha(
         # Down also Sigma_tt and rho.
         return traffic.both_ways(cohort, d * columns + 2, d * columns)
 
-    return Algorithm(init, round, predict, evaluation.classification, sent)
+    return Algorithm(
+        init,
+        round,
+        predict,
+        evaluation.classification,
+        sent,
+        stages=(Stage(relate_every - 1, "no relations are learned"),),
+    )

@@ -15,7 +15,7 @@ from fedjax_pfl import averaging, local_training, traffic, trees
 from fedjax_pfl.algorithms.registry import register
 from fedjax_pfl.averaging import predictor
 from fedjax_pfl.errors import needed
-from fedjax_pfl.types import Array, Method, Metrics, State, Task, Update
+from fedjax_pfl.types import Array, Method, Metrics, Stage, State, Task, Update
 
 LARGEST = 0.9999  # similarity of a client with itself, as in the authors' code
 
@@ -57,7 +57,7 @@ def pfedsim(
     """
     sgd, split = local_training.bind(task), averaging.split(task)
     rounds = needed("rounds", task.rounds, "which its warm-up follows")
-    n = task.num_clients
+    n, first = task.num_clients, jnp.round(warmup * rounds)
 
     def init(key):
         w = task.model.init(key)
@@ -76,7 +76,7 @@ def pfedsim(
         return trees.mixtures(a, {k: w[k] for k in w if k != "head"}, ids)
 
     def warms(cohort):
-        return cohort.round < jnp.round(warmup * rounds)
+        return cohort.round < first
 
     def start(key, server, cohort):
         # Matrix products round a row by its position: rows are ordered by their ids.
@@ -119,4 +119,5 @@ def pfedsim(
         start=start,
         finish=finish,
         traffic=sent,
+        stages=(Stage(first, "no bodies are mixed"),),
     )

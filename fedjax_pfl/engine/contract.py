@@ -1,12 +1,15 @@
 """Checks of what a method returns, made while its functions are traced."""
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from fedjax_pfl.engine import frozen
 from fedjax_pfl.errors import ContractError, InputError
@@ -18,6 +21,7 @@ from fedjax_pfl.types import (
     Metrics,
     PyTree,
     RunState,
+    Stage,
     State,
     Subset,
     Task,
@@ -67,6 +71,31 @@ def named(factory: Callable[..., Any], part: str = "") -> Iterator[None]:
             f"({type(error).__name__}): float hyperparameters are traced; annotate "
             "this one int or Literal, or use jnp.where."
         ) from error
+
+
+def check_stages(name: str, stages: Iterable[Stage], task: Task) -> None:
+    """Warns of stages of a method that begin after the last round of the task.
+
+    Raises:
+      InputError: one of them is needed.
+    """
+    rounds = task.rounds or math.inf  # 0: the run has no round at all
+    for stage in stages:
+        if isinstance(stage.first, jax.core.Tracer) or stage.first < rounds:
+            continue
+        text = (
+            f"{name}: {stage.missing} in the first {int(stage.first)} rounds, and the "
+            f"run has {task.rounds}."
+        )
+        if stage.needed:
+            raise InputError(text)
+        _warn(text)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Logs a warning once in a process."""
+    logging.warning("%s", text)
 
 
 def check_shapes(

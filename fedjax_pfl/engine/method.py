@@ -245,6 +245,7 @@ def _check(factory: Factory, task: Task, hparams: dict[str, Any]) -> Algorithm |
                     "the factory must return a Method or an Algorithm, got "
                     f"{type(made).__name__}."
                 )
+        contract.check_stages(hyperparameters.method_name(factory), made.stages, task)
         if made.one_architecture and len(task.models) > 1:
             raise ArchitectureError
         for option, why in made.excludes.items():

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import toy
-from absl import logging
 
-from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.cfl import bipartition, split_clusters
 from fedjax_pfl.types import State
 
@@ -28,17 +26,6 @@ def test_the_bipartition_is_the_best_of_all():
         half = tuple(np.flatnonzero(found))
         assert not found[0] and not found[5]
         assert np.isclose(cost(half), min(map(cost, halves)))
-
-
-def test_a_run_without_a_split_is_warned_of(caplog, monkeypatch):
-    """Once in a process, so that its counter begins anew."""
-    monkeypatch.setattr(logging, "_log_counter_per_token", {})
-    cfl = ALGORITHMS["cfl"]
-    with caplog.at_level("WARNING"):
-        cfl(by_hand.TASK._replace(rounds=21))
-        assert not caplog.records
-        cfl(by_hand.TASK._replace(rounds=20), first=20)
-    assert "no cluster is split before round 20 of 20" in caplog.text
 
 
 def test_only_the_clusters_that_divide_are_split():

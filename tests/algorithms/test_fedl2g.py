@@ -4,21 +4,9 @@ import by_hand
 import jax
 import numpy as np
 import oracle
-import pytest
 
 from fedjax_pfl import keys, local_training
-from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.fedl2g import Draw
-from fedjax_pfl.errors import InputError
-
-
-def test_a_run_without_training_is_refused():
-    task = by_hand.TASK._replace(rounds=50)
-    ALGORITHMS["fedl2g"](task._replace(rounds=51))
-    with pytest.raises(
-        InputError, match=r"`warmup` must be in \[0, 50\), got 50: no cli"
-    ):
-        ALGORITHMS["fedl2g"](task)
 
 
 def test_the_servers_gradient_is_clipped():
