@@ -24,7 +24,7 @@ from fedjax_pfl.engine import contract, memory, xla
 from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.models import layers, nets, vit
 from fedjax_pfl.models.transformer import Layout
-from fedjax_pfl.types import Model, Task
+from fedjax_pfl.types import Context, Model, Task
 
 CLASSES, RANK = 10, 8
 SIDE, PATCH = 32, 4
@@ -80,8 +80,8 @@ def account(model: Model, clients: int, width: int, participation: float) -> Any
     y = jax.ShapeDtypeStruct((64,), jnp.int32)
     f = f._replace(examples=f.examples._replace(x=x, y=y))
     state = jax.eval_shape(program.init, key, traced, program.placement)
-    run = jax.jit(program.round, donate_argnums=3)
-    return run.lower(key, traced, f, state, t, jnp.bool_(False)).compile()
+    run = jax.jit(program.round, donate_argnums=1)
+    return run.lower(Context(key, traced, f, t), state, jnp.bool_(False)).compile()
 
 
 def show_memory(clients: int = 1000, width: int = 4, cohort: float = 0.02) -> None:
@@ -132,11 +132,11 @@ def ours(
     traced = {name: jnp.float32(x) for name, x in program.traced.items()}
     state = [program.place(jax.jit(program.init)(key, traced))]
     options = {"compiler_options": simulate.compiler_options()}
-    step = jax.jit(program.round, donate_argnums=3, **options)
+    step = jax.jit(program.round, donate_argnums=1, **options)
 
     def run() -> None:
         off = jnp.bool_(False)
-        state[0], _ = step(key, traced, f, state[0], jnp.int32(0), off)
+        state[0], _ = step(Context(key, traced, f, jnp.int32(0)), state[0], off)
         jax.block_until_ready(state[0])
 
     return run

@@ -35,7 +35,7 @@ from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.engine.xla import OPTIONS
 from fedjax_pfl.kernels.platform import on, platform
 from fedjax_pfl.models.nnx_model import flops
-from fedjax_pfl.types import Federation, Task
+from fedjax_pfl.types import Context, Federation, Task
 
 FLAGS = flags.FLAGS
 MODELS = ("mlp", "mlp28", "lenet", "cnn", "resnet18")
@@ -121,10 +121,14 @@ def lower(
 
     traced = {name: np.float32(value) for name, value in program.traced.items()}
     state = jax.eval_shape(program.init, jax.random.key(0), traced)
-    arguments = (jax.random.key(0), traced, federation, state, np.int32(0), np.bool_(0))
+    arguments = (
+        Context(jax.random.key(0), traced, federation, np.int32(0)),
+        state,
+        np.bool_(0),
+    )
     arguments = arguments if step else arguments[:-1]
     options: dict[str, Any] = {"compiler_options": OPTIONS.get(platform(), {})}
-    options |= {"donate_argnums": 3} if step else {}
+    options |= {"donate_argnums": 1} if step else {}
     layouts = free_layouts(program, federation)
     if layouts is not None:  # for a single round: without the number of rounds
         options["in_shardings"] = layouts[: len(arguments)]

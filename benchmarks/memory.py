@@ -23,7 +23,6 @@ from benchmarks import report
 from benchmarks.setting import CLIENTS, batch_size, build, in_form
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
 METHODS = ("fedavg", "ditto", "fedcp", "pfedc", "fedamp", "fedem")
@@ -59,11 +58,11 @@ def measure(case: Case) -> Cost:
     process."""
     task, federation = build(case.model)
     task = task._replace(participation=(PARTICIPATION, PARTICIPATION))
-    make = host_state.program if case.client_memory == "host" else simulate.program
-    program, key = (
-        make(ALGORITHMS[case.method], task, width=case.width),
+    key, layout = (
         jax.random.key(0),
+        {"width": case.width, "storage": case.client_memory},
     )
+    program = simulate.program(ALGORITHMS[case.method], task, **layout)
     begin = time.perf_counter()
     functions = simulate.compiled(program, key, federation, eval_every=0)
     # on the host each part is compiled later

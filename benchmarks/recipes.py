@@ -165,18 +165,13 @@ def measure(recipe: Recipe, conv: str = "auto", repeats: int = 3, **options) -> 
     start = time.perf_counter() - begin
     width = automatic_width(task, recipe.cohort, devices)
     program = simulate.program(ALGORITHMS["fedavg"], task, width=width, devices=devices)
-    key, traced = (
-        jax.random.key(0),
-        {name: jnp.asarray(x, float) for name, x in program.traced.items()},
-    )
     if program.mesh is not None:
         f = jax.device_put(f, NamedSharding(program.mesh, PartitionSpec()))
-    state = jax.jit(program.init)(key, traced)
-    t, wanted = jnp.int32(0), jnp.bool(False)
-    compiling, each = seconds(
-        program.round, key, traced, f, state, t, wanted, repeats=repeats
-    )
-    more, scores = seconds(program.evaluate, key, traced, f, state, t, repeats=repeats)
+    context = program.context(jax.random.key(0), f)
+    state = jax.jit(program.init)(context.key, context.traced)
+    given = context, state, jnp.bool(False)
+    compiling, each = seconds(program.round, *given, repeats=repeats)
+    more, scores = seconds(program.evaluate, *given[:-1], repeats=repeats)
     steps, samples = report.planned(task)
     peak = report.device_peak() or report.process_peak()
     return Cost(

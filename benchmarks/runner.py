@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import report
 from fedjax_pfl import simulate
+from fedjax_pfl.types import Context
 
 
 class Runner:
@@ -29,7 +30,7 @@ class Runner:
         options = {"compiler_options": simulate.compiler_options()}
         begin = time.perf_counter()
         self.step = (
-            jax.jit(self.program.round, donate_argnums=3, **options)
+            jax.jit(self.program.round, donate_argnums=1, **options)
             .lower(*self._arguments())
             .compile()
         )
@@ -41,7 +42,7 @@ class Runner:
 
     def _arguments(self, evaluated: bool = False) -> tuple:
         t, wanted = jnp.int32(self.round), jnp.bool(evaluated)
-        return self.key, self.traced, self.federation, self.state, t, wanted
+        return Context(self.key, self.traced, self.federation, t), self.state, wanted
 
     def __call__(self, evaluated: bool = False, before: bool = False) -> float:
         """Seconds of a round; if it is evaluated, with the scores before and after

@@ -28,7 +28,6 @@ from fedjax_pfl import models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data import federate
 from fedjax_pfl.data.partition import Partition, build
-from fedjax_pfl.engine import host_state
 
 FLAGS = flags.FLAGS
 LEAST, MOST = 10, 50
@@ -91,8 +90,8 @@ def measure(case: Case) -> Cost:
     task = simulate.task(
         data, federation.class_counts, models.model("mlp", SHAPE, CLASSES), **options
     )
-    make = host_state.program if case.client_memory == "host" else simulate.program
-    program = make(ALGORITHMS["ditto"], task, width=1, devices=case.devices)
+    layout = {"devices": case.devices, "storage": case.client_memory}
+    program = simulate.program(ALGORITHMS["ditto"], task, **layout)
     built = time.perf_counter()
     functions, ends = simulate.compiled(program, key, federation, eval_every=0), [built]
     account = functions.memory.peak

@@ -124,7 +124,8 @@ def taken(names: Iterable[str] = ALGORITHMS) -> str:
 
         def clocked() -> Any:
             plan = schedule.arrivals(task, key, rounds=2, buffer=1)
-            return asynchronous.program(method, task, rule, plan, checked=False)
+            clock = asynchronous.Arrivals(rule, plan)
+            return simulate.program(method, task, clock=clock, checked=False)
 
         return [
             program(task, uploads.top_k(0.1)),

@@ -13,19 +13,21 @@ from fedjax_pfl.data.partition import Partition, class_counts as counts_of
 from fedjax_pfl.engine import validate
 from fedjax_pfl.engine.batch import vectorized
 from fedjax_pfl.engine.frozen import with_frozen
-from fedjax_pfl.engine.method import Traced
+from fedjax_pfl.engine.method import Traced, as_arrays
+from fedjax_pfl.engine.parts import Round
 from fedjax_pfl.engine.phases import Phase, phases
-from fedjax_pfl.engine.program import Program, Round, program
+from fedjax_pfl.engine.program import Program, program
 from fedjax_pfl.engine.results import Result, record
 from fedjax_pfl.engine.rounds import Compiled, compiled, rounds, rounds_at_once
 from fedjax_pfl.engine.sampling import sample
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, choose
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
-from fedjax_pfl.types import Array, Federation, Model, RunState, Task
+from fedjax_pfl.types import Array, Context, Federation, Model, RunState, Task
 
 __all__ = [
     "Compiled",
+    "Context",
     "DivergenceError",
     "Phase",
     "Program",
@@ -165,11 +167,10 @@ def curve(
     if program.task is not None:  # else of several runs, which have a key each
         validate.key(key)
         validate.federation(program.task, federation)
-    own = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
-    traced = own | traced
+    context = Context(key, as_arrays(program.traced | traced), federation, 0)
 
     def run(state: RunState, t: Array) -> dict[str, Array]:
-        return program.evaluate(key, traced, federation, state, t)
+        return program.evaluate(context._replace(t=t), state)
 
     def step(
         state: RunState, t: Array
@@ -180,9 +181,9 @@ def curve(
         shapes = jax.eval_shape(run, state, t)
         nothing = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
         pre = jax.lax.cond(evaluated, run, lambda *_: nothing, state, t)
-        state, metrics = program.round(key, traced, federation, state, t, evaluated)
+        state, metrics = program.round(context._replace(t=t), state, evaluated)
         return state, (metrics, pre)
 
-    start = program.init(key, traced)
+    start = program.init(key, context.traced)
     state, (metrics, pre) = jax.lax.scan(step, start, jnp.arange(rounds))
     return state, metrics, pre, run(state, jnp.int32(rounds))

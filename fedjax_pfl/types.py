@@ -63,6 +63,15 @@ class Federation(NamedTuple):
     frozen: tuple[Array, ...] | None = None
 
 
+class Context(NamedTuple):
+    """What a function of a run computes with, beside the state."""
+
+    key: Array  # of the run
+    traced: dict[str, Any]  # the traced numbers by name, []
+    federation: Federation
+    t: Any  # [] int32, the round
+
+
 class Data(NamedTuple):
     """One client's train, validation, test or public examples, as positions in
     everybody's, and how raw inputs become what a model takes. Methods read them through

@@ -19,7 +19,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets, text, vit
 from fedjax_pfl.models.adapted import bias, head, lora, norms, prompt
 from fedjax_pfl.models.transformer import Layout
-from fedjax_pfl.types import RunState, State
+from fedjax_pfl.types import Context, RunState, State
 
 KEY, IMAGE, C = jax.random.key(0), (8, 8, 3), 4
 WIDE = 256  # features of the base whose copies are counted
@@ -255,8 +255,8 @@ def lowered(task, width, devices):
             put(f, P()),
             RunState(State(put(state.server, P()), put(state.clients, P(AXIS)))),
         )
-    args = (key, traced, f, state, t, S((), bool))
-    run = jax.jit(program.round, donate_argnums=3)
+    args = (Context(key, traced, f, t), state, S((), bool))
+    run = jax.jit(program.round, donate_argnums=1)
     return jax.make_jaxpr(program.round)(*args), run.lower(*args).compile()
 
 
@@ -296,10 +296,10 @@ def test_a_federation_without_the_base_is_refused():
     f, t = testing.federation(), jnp.int32(0)
     state = program.init(KEY, program.traced)
     with pytest.raises(InputError, match="with_frozen"):
-        program.evaluate(KEY, program.traced, f, state, t)
+        program.evaluate(Context(KEY, program.traced, f, t), state)
     with_base = simulate.with_frozen(f, adapted_task())
     assert len(with_base.frozen) == 2  # the kernel and the bias of one layer
-    program.evaluate(KEY, program.traced, with_base, state, t)
+    program.evaluate(Context(KEY, program.traced, with_base, t), state)
 
 
 def test_architectures_share_the_arrays_of_one_base():

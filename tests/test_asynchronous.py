@@ -1,7 +1,5 @@
 """Asynchronous aggregation against synchronous rounds and against values by hand."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,7 @@ from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import asynchronous, schedule
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Method, RunState, State
+from fedjax_pfl.types import Context, Method, RunState, State
 
 KEY = jax.random.key(5)
 TASK = toy.task("linear")
@@ -30,7 +28,8 @@ def program(method, task, rule, rounds=4, seconds=None, **options):
     given = {"rounds": rounds, "buffer": rule.buffer, "seconds": seconds}
     plan = schedule.arrivals(task, KEY, **given)
     factory = toy.METHODS[method] if isinstance(method, str) else method
-    return asynchronous.program(factory, task, rule, plan, **options), plan
+    clock = asynchronous.Arrivals(rule, plan)
+    return simulate.program(factory, task, clock=clock, **options), plan
 
 
 def run(made, rounds, state=None, start=0):
@@ -97,7 +96,11 @@ def changes(made, plan, rounds):
     servers = [made.init(KEY, made.traced).server]
     servers += [r.state.server for r in results[:rounds]]
     local = toy.program("fedavg", TASK)
-    step = jax.jit(functools.partial(local.round, KEY, local.traced))
+    step = jax.jit(
+        lambda f, state, t: local.round(
+            Context(KEY, local.traced, f, t), state, jnp.bool(False)
+        )
+    )
     alone = toy.federation()
     for t in range(rounds):
         models = []
@@ -105,7 +108,7 @@ def changes(made, plan, rounds):
             only = jnp.where(jnp.arange(toy.N) == id, alone.train.size, 0)
             f = alone._replace(train=alone.train._replace(size=only))
             begin = RunState(State(servers[k], local.init(KEY, local.traced).clients))
-            state, _ = step(f, begin, jnp.int32(k), jnp.bool(False))
+            state, _ = step(f, begin, jnp.int32(k))
             models.append(state.server)
         yield servers, t, models
 

@@ -12,6 +12,7 @@ from toy import assert_close, assert_same
 
 from fedjax_pfl import simulate, trees, uploads
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Context
 from fedjax_pfl.uploads import compression
 
 KEY = jax.random.key(0)
@@ -105,7 +106,11 @@ def test_rounds_and_seeds_draw_their_own_numbers():
     step = jax.jit(program.round)
 
     def moved(key, t):
-        given = key, program.traced, toy.federation(), start, np.int32(t), False
+        given = (
+            Context(key, program.traced, toy.federation(), np.int32(t)),
+            start,
+            False,
+        )
         return step(*given)[0].server["head"]["kernel"]
 
     draws = [moved(jax.random.key(seed), t) for seed in (0, 1) for t in (0, 1)]

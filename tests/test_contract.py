@@ -21,6 +21,7 @@ from fedjax_pfl import keys, simulate, testing
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.testing.rounds import ACTIVE, IDS, same_round
+from fedjax_pfl.types import Context
 
 pytestmark = pytest.mark.contract
 each = pytest.mark.parametrize("method", ALGORITHMS)
@@ -304,7 +305,7 @@ def test_state_is_float32_in_programs_of_64_bits(method):
             key, program.traced
         )
         round, (new, _) = jax.make_jaxpr(program.round, return_shape=True)(
-            key, program.traced, f, state, 0, True
+            Context(key, program.traced, f, 0), state, True
         )
         jax.eval_shape(program.evaluate, key, program.traced, f, new, 1)
         drawn = f"{init}{round}"

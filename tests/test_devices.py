@@ -17,7 +17,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine import placement
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Context, State
 
 KEY = jax.random.key(3)
 
@@ -162,7 +162,10 @@ def test_one_client_can_be_asked_wherever_it_lies():
     for devices in (1, 3):
         program, results = run("ditto", devices, (1.0, 1.0), rounds=1)
         x, ask = np.asarray(toy.federation().examples.x)[:4], jax.jit(program.predict)
-        args = (KEY, program.traced, toy.federation(), results[-1].state, jnp.int32(1))
+        args = (
+            Context(KEY, program.traced, toy.federation(), jnp.int32(1)),
+            results[-1].state,
+        )
         answers.append([ask(*args, i, x) for i in range(N)])
     assert_close(answers[1], answers[0], 1e-5)
 
@@ -177,7 +180,7 @@ def test_seeds_are_vmapped_over_devices_too():
         numbers = program.traced | {"lam": lam}
         state = program.init(key, numbers)
         return program.round(
-            key, numbers, toy.federation(), state, jnp.int32(0), jnp.bool(True)
+            Context(key, numbers, toy.federation(), jnp.int32(0)), state, jnp.bool(True)
         )[1].loss
 
     lam = jnp.array([0.1, 1.0])
@@ -206,7 +209,7 @@ def compiled(method, participation):
     program = toy.program(ALGORITHMS[method], task, devices=8)
     state = program.init(KEY, program.traced)
     f = jax.device_put(f, jax.NamedSharding(program.mesh, jax.P()))
-    args = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(False))
+    args = (Context(KEY, program.traced, f, jnp.int32(0)), state, jnp.bool(False))
     return state, jax.jit(program.round).lower(*args).compile()
 
 

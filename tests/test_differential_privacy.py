@@ -13,7 +13,7 @@ from toy import assert_same
 
 from fedjax_pfl import local_training, simulate, testing, trees, uploads
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Examples, Method, Upload
+from fedjax_pfl.types import Context, Examples, Method, Upload
 from fedjax_pfl.uploads import privacy
 
 LARGE = 1e6  # a norm that clips nothing
@@ -71,7 +71,9 @@ def test_noise_on_the_mean_has_its_standard_deviation():
     @jax.jit
     def served(noise):
         traced = program.traced | {"private.noise": noise}
-        run = lambda t: program.round(KEY, traced, f, start, t, False)[0].server
+        run = lambda t: (
+            program.round(Context(KEY, traced, f, t), start, False)[0].server
+        )
         return jax.lax.map(lambda t: ravel_pytree(run(t))[0], jnp.arange(100))
 
     draws = (served(z) - served(0.0)) * toy.N / (z * clip)  # [100, Z]

@@ -20,7 +20,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.algorithms import ALGORITHMS, template
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Algorithm, Metrics, State
+from fedjax_pfl.types import Algorithm, Context, Metrics, State
 
 
 def ditto(task, *, lam=1.0):
@@ -80,10 +80,8 @@ def after(factory):
     """Returns the state and the results after one round of four clients."""
     subject = testing.subject(factory, testing.task())
     ids, active = np.arange(4, dtype=np.int32), np.ones(4, bool)
-    return subject.round(
-        *(jax.random.key(1), subject.traced, subject.federation, subject.start),
-        *(ids, active, np.int32(0), np.bool_(True)),
-    )
+    given = jax.random.key(1), subject.traced, subject.federation, np.int32(0)
+    return subject.round(Context(*given), subject.start, ids, active, np.bool_(True))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from toy import PUBLIC, SHAPE, C, assert_same, rows
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms.registry import EXCLUDES
-from fedjax_pfl.engine import host_state
 from fedjax_pfl.types import Examples, Federation, Subset, Task
 
 ROUNDS = 6  # enough for several to go to the devices at once
@@ -185,13 +184,13 @@ def program(
     method: str, case: Case, width: int = 1, devices: int = 1, host: bool = False
 ) -> simulate.Program:
     sampled = max(case.task.cohort_sizes) < case.task.num_clients
-    make = host_state.program if host and sampled else simulate.program
-    return make(
+    return simulate.program(
         toy.METHODS[method],
         case.task,
         case.hparams,
         width=width,
         devices=devices,
+        storage="host" if host and sampled else "device",
         checked=False,
     )
 

@@ -12,9 +12,10 @@ from toy import N, assert_close, assert_same
 
 from fedjax_pfl import architectures, models, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import host_state, placement
+from fedjax_pfl.engine import placement
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
+from fedjax_pfl.types import Context
 
 KEY = jax.random.key(3)
 WIDE = lambda shape, classes, rngs: nets.mlp(shape, classes, rngs, hidden=12)
@@ -118,7 +119,7 @@ def test_a_sample_is_the_one_of_a_single_architecture_and_the_others_stay():
 @pytest.mark.slow
 def test_state_on_the_host_and_of_an_earlier_round():
     whole = mixed("local", (0.3, 0.7))
-    host = host_state.program(ALGORITHMS["local"], task((0.3, 0.7)))
+    host = simulate.program(ALGORITHMS["local"], task((0.3, 0.7)), storage="host")
     for a, b in zip(whole, run(host), strict=True):
         assert_same((a.state, a.pre), (b.state, b.pre))
     program = toy.program(ALGORITHMS["local"], task((0.3, 0.7)))
@@ -136,7 +137,9 @@ def test_one_prediction_per_architecture():
             int(architectures.slots(task())[id]),
         )
         expected = model.apply(row, x)[0]
-        assert_close(program.predict(KEY, program.traced, f, state, 0, id, x), expected)
+        assert_close(
+            program.predict(Context(KEY, program.traced, f, 0), state, id, x), expected
+        )
 
 
 @pytest.mark.slow

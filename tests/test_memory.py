@@ -15,6 +15,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import memory
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
+from fedjax_pfl.types import Context
 
 KEY, GIB = jax.random.key(0), 2**30
 MODEL = models.model(
@@ -106,9 +107,9 @@ def test_few_of_many_clients_cost_their_own_rows_only():
     program = toy.program(ALGORITHMS["ditto"], task)
     state = program.init(KEY, program.traced)
     rows = sum(x.nbytes for x in jax.tree.leaves(state.clients))
-    args = (KEY, program.traced, f, state, np.int32(0), np.bool_(False))
+    args = (Context(KEY, program.traced, f, np.int32(0)), state, np.bool_(False))
     found = (
-        jax.jit(program.round, donate_argnums=3)
+        jax.jit(program.round, donate_argnums=1)
         .lower(*args)
         .compile()
         .memory_analysis()

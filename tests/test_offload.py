@@ -10,7 +10,7 @@ from toy import N, assert_same
 
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine import distributed, host_state, memory
+from fedjax_pfl.engine import distributed, memory, storage
 from fedjax_pfl.errors import InputError
 
 KEY = jax.random.key(3)
@@ -22,7 +22,9 @@ def programs(devices):
     # cohorts of three, some of them dropped out
     task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))
     program = toy.program(ALGORITHMS["ditto"], task, devices=devices)
-    return program, host_state.program(ALGORITHMS["ditto"], task, devices=devices)
+    return program, simulate.program(
+        ALGORITHMS["ditto"], task, devices=devices, storage="host"
+    )
 
 
 def run(program, rounds=4, **options):
@@ -106,13 +108,13 @@ def test_state_beyond_the_hosts_memory_is_an_error(monkeypatch):
     task = toy.method_task("ditto")._replace(participation=(0.3, 0.7))
     monkeypatch.setattr(memory, "host_total", lambda: 1000)
     with pytest.raises(InputError, match=r"needs about .* GiB of .* GiB"):
-        host_state.program(ALGORITHMS["ditto"], task)
+        simulate.program(ALGORITHMS["ditto"], task, storage="host")
 
 
 def test_the_first_state_is_drawn_in_blocks(monkeypatch):
     """Row after row, it is that of one block, and that of state on the devices."""
     program, host = programs(1)
     at_once = host.init(KEY, host.traced)
-    monkeypatch.setattr(host_state, "BLOCK", 1)
+    monkeypatch.setattr(storage, "BLOCK", 1)
     assert_same(host.init(KEY, host.traced), at_once)
     assert_same(program.init(KEY, program.traced), at_once)

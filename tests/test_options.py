@@ -14,6 +14,7 @@ from jax.interpreters import partial_eval
 
 from fedjax_pfl import hyperparameters, simulate
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.types import Context
 
 KEY = jax.random.key(0)
 # in the order of what an option most often changes
@@ -69,7 +70,7 @@ class Traced:
     @functools.cached_property
     def jaxprs(self):
         f = simulate.with_frozen(toy.federation(), self.program.task)
-        args = (KEY, self.program.traced, f, self._init[1], jnp.int32(1))
+        args = (Context(KEY, self.program.traced, f, jnp.int32(1)), self._init[1])
         make = {"init": lambda: self._init[0]}
         make["round"] = lambda: jax.make_jaxpr(self.program.round)(
             *args, jnp.bool(True)

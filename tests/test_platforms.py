@@ -12,7 +12,7 @@ import toy
 from fedjax_pfl import local_training
 from fedjax_pfl.engine import rounds
 from fedjax_pfl.kernels.platform import on
-from fedjax_pfl.types import Batch
+from fedjax_pfl.types import Batch, Context
 
 WIDTH = 3  # clients of one to five batches share a loop
 momentum = functools.partial(optax.sgd, momentum=0.9)
@@ -23,7 +23,7 @@ def one_round(method, width, evaluated=True, **options):
     program = toy.program(toy.METHODS[method], task, width=width)
     key = jax.random.key(5)
     state = program.init(key, program.traced)
-    arguments = (key, program.traced, toy.federation(), state, np.int32(0))
+    arguments = (Context(key, program.traced, toy.federation(), np.int32(0)), state)
     state, found = jax.jit(program.round)(*arguments, np.bool_(evaluated))
     return state, found.loss, found.post, jax.jit(program.evaluate)(*arguments)
 
@@ -95,12 +95,12 @@ def test_static_loops_give_the_same_results():
 def test_static_loops_have_no_condition_on_data():
     program = toy.program("fedavg", toy.task(epochs=2), width=WIDTH)
     state = program.init(jax.random.key(5), program.traced)
-    given = (program.traced, toy.federation(), state, np.int32(0), np.bool_(True))
+    context = Context(jax.random.key(0), program.traced, toy.federation(), np.int32(0))
     count = {}
     for kind in local_training.LOOPS:
         with on("gpu"), local_training.loop(kind):
             traced = jax.make_jaxpr(lambda *x: program.round(*x))(
-                jax.random.key(0), *given
+                context, state, np.bool_(True)
             )
         count[kind] = str(traced).count("while[")
     assert count["static"] < count["dynamic"]

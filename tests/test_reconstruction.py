@@ -10,7 +10,7 @@ import toy
 from flax import nnx
 
 from fedjax_pfl import models, trees
-from fedjax_pfl.engine import program
+from fedjax_pfl.engine import parts, program
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.privacy import reconstruction
@@ -42,7 +42,7 @@ def sent(method, count=1, seed=3, **options):
     """A client's images, the update, and the function and state of the server."""
     given = images_task(count)
     send = reconstruction.sender(method, given)
-    on = program.parts(program.set_up(method, given))
+    on = parts.parts(program.set_up(method, given))
     traced = {name: jnp.float32(value) for name, value in on.traced.items()}
     state = on.init(jax.random.key(0), traced)
     x = jax.random.uniform(jax.random.key(seed), (count, *SHAPE))
@@ -106,7 +106,7 @@ def test_what_a_client_keeps_is_not_in_the_servers_view():
 
 
 def uploaded(send, given, method):
-    on = program.parts(program.set_up(method, given))
+    on = parts.parts(program.set_up(method, given))
     state = jax.eval_shape(on.init, jax.random.key(0), on.traced)
     x = jnp.zeros((3, *given.input.shape))
     return jax.eval_shape(send, jax.random.key(0), on.traced, state, x, jnp.arange(3))
@@ -116,7 +116,7 @@ def uploaded(send, given, method):
 def test_every_upload_has_a_derivative_by_the_images(method):
     given = images_task(3)
     send = reconstruction.sender(method, given)
-    on = program.parts(program.set_up(method, given))
+    on = parts.parts(program.set_up(method, given))
     state = jax.eval_shape(on.init, jax.random.key(0), on.traced)
 
     def size(x, key, state):

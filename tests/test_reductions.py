@@ -14,7 +14,7 @@ from toy import SIZES, assert_close, assert_same
 
 from fedjax_pfl import averaging, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.types import RunState, State
+from fedjax_pfl.types import Context, RunState, State
 
 KEY = jax.random.key(5)
 MLP, NORM = toy.task("mlp"), toy.task("norm")
@@ -204,7 +204,7 @@ def test_mnfl_of_own_models_only_is_local():
     )
     step = jax.jit(
         lambda state, t: program.round(
-            KEY, program.traced, f, state, t, jnp.bool(True)
+            Context(KEY, program.traced, f, t), state, jnp.bool(True)
         )[0]
     )
     state = program.init(KEY, program.traced)
@@ -228,7 +228,7 @@ def test_fedamp_that_sees_everybody_equally_pulls_towards_the_mean():
     free = toy.program(ALGORITHMS["fedamp"], task, {"lam": 0.0})
     step = jax.jit(
         lambda numbers, state, t: program.round(
-            KEY, numbers, f, state, t, jnp.bool(False)
+            Context(KEY, numbers, f, t), state, jnp.bool(False)
         )[0]
     )
     state = step(program.traced, program.init(KEY, program.traced), 0)
@@ -382,7 +382,7 @@ def test_what_is_fine_tuned(method):
     for part in ("head", "body", "all"):
         program = toy.program(ALGORITHMS[method], MLP, {"fine_tune": part})
         tuned = jax.jit(program.predict)(
-            KEY, program.traced, f, state, jnp.int32(3), 1, f.examples.x
+            Context(KEY, program.traced, f, jnp.int32(3)), state, 1, f.examples.x
         )
         logits[part] = np.asarray(tuned[..., 0] if method == "fedbabu" else tuned)
     off = {
@@ -400,7 +400,7 @@ def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
     frozen_head = toy.program(ALGORITHMS["fedavg"], MLP)
     state, _, last = train("fedbabu")
     received = jax.jit(frozen_head.evaluate)(
-        KEY, frozen_head.traced, f, state, jnp.int32(3)
+        Context(KEY, frozen_head.traced, f, jnp.int32(3)), state
     )
     for name in ("acc", "acc_present"):
         assert_same(last[f"untuned_{name}"], received[name])
@@ -408,7 +408,7 @@ def test_fedbabu_scores_the_untuned_model_beside_the_tuned_one():
     still = train("fedbabu", fine_tune_epochs=0).last
     assert_same(still["untuned_acc"], still["acc"])
     outputs = jax.jit(program.predict)(
-        KEY, program.traced, f, state, jnp.int32(3), 1, f.examples.x[:4]
+        Context(KEY, program.traced, f, jnp.int32(3)), state, 1, f.examples.x[:4]
     )
     assert_close(outputs[..., 1], MLP.model.apply(state.server, f.examples.x[:4])[0])
 
@@ -417,7 +417,7 @@ def test_fine_tuning_by_a_rate_of_zero_changes_nothing():
     state = train("fedbabu").state
     program, f = toy.program(ALGORITHMS["fedbabu"], MLP), toy.federation()
     still = jax.jit(program.evaluate)(
-        KEY, program.traced | {"lr": 0.0}, f, state, jnp.int32(3)
+        Context(KEY, program.traced | {"lr": 0.0}, f, jnp.int32(3)), state
     )
     assert_same(still["untuned_acc"], still["acc"])
 
@@ -441,7 +441,8 @@ def test_evaluation_does_not_depend_on_the_width():
     )
     state = train("ditto").state
     one, three = (
-        jax.jit(p.evaluate)(KEY, p.traced, f, state, jnp.int32(0)) for p in programs
+        jax.jit(p.evaluate)(Context(KEY, p.traced, f, jnp.int32(0)), state)
+        for p in programs
     )
     assert_close(one, three)
 
@@ -480,7 +481,7 @@ def test_fewer_places_than_clients_keep_the_absent_bit_for_bit():
     for t in range(6):
         before = state
         state, metrics = step(
-            KEY, program.traced, f, before, jnp.int32(t), jnp.bool(False)
+            Context(KEY, program.traced, f, jnp.int32(t)), before, jnp.bool(False)
         )
         absent = np.ones(toy.N, bool)
         absent[metrics.ids[metrics.active]] = False

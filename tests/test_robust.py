@@ -10,6 +10,7 @@ from toy import assert_close, assert_same
 from fedjax_pfl import aggregate, simulate, uploads
 from fedjax_pfl.data import shifts
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Context
 from fedjax_pfl.uploads import attacks
 from fedjax_pfl.uploads.robust import RULES
 
@@ -119,7 +120,7 @@ def test_the_layout_changes_nothing():
         program = simulate.program("fedavg", toy.task(), **options)
         start = program.init(key, program.traced)
         step = jax.jit(program.round)
-        return step(key, program.traced, f, start, 0, False)[0].server
+        return step(Context(key, program.traced, f, 0), start, False)[0].server
 
     assert_close(run(1), run(3), 1e-6)
     assert_close(run(1), run(2, devices=2), 1e-6)

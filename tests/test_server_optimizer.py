@@ -15,7 +15,7 @@ from fedjax_pfl import models, simulate, testing, uploads
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers, nets
-from fedjax_pfl.types import Method
+from fedjax_pfl.types import Context, Method
 from fedjax_pfl.uploads.server import SERVERS
 
 AVERAGE = [
@@ -84,11 +84,8 @@ def test_adam_steps_along_the_mean_difference():
         begin = program.init(jax.random.key(5), program.traced)
         state = begin._replace(method=begin.method._replace(server=model))
         plain, _ = step(
-            jax.random.key(5),
-            program.traced,
-            toy.federation(),
+            Context(jax.random.key(5), program.traced, toy.federation(), np.int32(t)),
             state,
-            np.int32(t),
             np.bool_(True),
         )
         new = []

@@ -14,10 +14,10 @@ from jax.extend.core import jaxprs_in_params
 from fedjax_pfl import augment, local_training, losses, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.registry import EXCLUDES
-from fedjax_pfl.engine import host_state, sampling
+from fedjax_pfl.engine import sampling
 from fedjax_pfl.engine.method import EXCLUDED
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Upload, Work
+from fedjax_pfl.types import Context, Upload, Work
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def trace(method, **options):
     f = simulate.with_frozen(toy.federation(), task)
     program = toy.program(toy.METHODS[method], task)
     state = jax.eval_shape(program.init, KEY, program.traced)
-    given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))
+    given = (Context(KEY, program.traced, f, jnp.int32(0)), state, jnp.bool(True))
     jax.eval_shape(program.round, *given)
 
 
@@ -86,7 +86,7 @@ def operations(task):
     """Returns a plain round's program, and the number of each operation in it."""
     program, f = toy.program("fedavg", task), toy.federation()
     state = jax.eval_shape(program.init, KEY, program.traced)
-    given = (KEY, program.traced, f, state, jnp.int32(0), jnp.bool(True))
+    given = (Context(KEY, program.traced, f, jnp.int32(0)), state, jnp.bool(True))
     jaxpr = jax.make_jaxpr(program.round)(*given)
     count = collections.Counter(e.primitive.name for e in equations(jaxpr.jaxpr))
     return str(jaxpr), count
@@ -332,10 +332,11 @@ def least_recent(key, t, history):
     return jnp.zeros(toy.N).at[order[:2]].set(1)
 
 
-@pytest.mark.parametrize("make", [simulate.program, host_state.program])
-def test_own_sampling_reads_what_clients_did_before(make):
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_own_sampling_reads_what_clients_did_before(storage):
     task = TASK._replace(participation=(0.4, 0.4), sampling=least_recent)
-    program, f = make("fedavg", task, checked=False), toy.federation()
+    program = simulate.program("fedavg", task, storage=storage, checked=False)
+    f = toy.federation()
     *results, last = simulate.rounds(program, KEY, f, rounds=4)
     drawn = [set(r.metrics.ids.tolist()) for r in results]
     assert drawn == [{0, 1}, {2, 3}, {0, 4}, {1, 2}]
@@ -374,7 +375,7 @@ def test_an_option_of_ones_own_knows_the_client():
     option = Upload(lambda like: ((), ()), attack)
     program = simulate.program("fedavg", TASK, uploads=option, checked=False)
     state = program.init(KEY, program.traced)
-    given = (KEY, program.traced, toy.federation(), state, 0, jnp.bool(False))
+    given = (Context(KEY, program.traced, toy.federation(), 0), state, jnp.bool(False))
     toy.assert_same(program.round(*given)[0].server, state.server)
 
 

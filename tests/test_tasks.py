@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedc import task_maps
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Examples, Federation, State, Subset, Task
+from fedjax_pfl.types import Context, Examples, Federation, State, Subset, Task
 
 # fmt: off
 SUPERCLASS = np.array([  # of each class of CIFAR-100
@@ -206,7 +206,9 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     program, key = toy.program(ALGORITHMS["pfedc"], task, {}), jax.random.key(3)
     begin = worn(program.init(key, program.traced))
     run = jax.jit(program.round)
-    state, metrics = run(key, program.traced, f, begin, jnp.int32(4), jnp.bool(False))
+    state, metrics = run(
+        Context(key, program.traced, f, jnp.int32(4)), begin, jnp.bool(False)
+    )
     ids = np.asarray(metrics.ids)
     assert len(ids) == 10 and metrics.active.all()
     counts = np.asarray(f.class_counts)
@@ -238,11 +240,13 @@ def test_masks_are_of_the_selected_and_the_bank_keeps_what_none_of_them_holds():
     swapped = counts.copy()
     swapped[absent] = 1  # what clients hold that do not take part means nothing
     other = run(
-        key,
-        program.traced,
-        f._replace(class_counts=jnp.asarray(swapped)),
+        Context(
+            key,
+            program.traced,
+            f._replace(class_counts=jnp.asarray(swapped)),
+            jnp.int32(4),
+        ),
         begin,
-        jnp.int32(4),
         jnp.bool(False),
     )
     toy.assert_same(other[0], state)
@@ -254,16 +258,8 @@ def one_client():
 
     @jax.jit
     def run(key, f, state, ids):
-        cohort = Cohort(
-            f,
-            task,
-            ids,
-            ids >= 0,
-            key=key,
-            round=jnp.int32(4),
-            evaluated=jnp.bool(False),
-            width=1,
-        )
+        context, no = Context(key, {}, f, jnp.int32(4)), jnp.bool(False)
+        cohort = Cohort(context, task, ids, ids >= 0, evaluated=no)
         return toy.round_of(ALGORITHMS["pfedc"](task), task)(key, state, cohort)[
             0
         ].server["head"]["kernel"]

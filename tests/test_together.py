@@ -12,6 +12,7 @@ from toy import assert_close
 from fedjax_pfl import simulate
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import rounds
+from fedjax_pfl.types import Context
 
 KEY = jax.random.key(3)
 ROUNDS = 8
@@ -112,11 +113,8 @@ def test_the_devices_say_no_more_to_each_other_than_in_one_round():
     program = program_of("ditto", 8, (0.5, 0.5))
     f = jax.device_put(toy.federation(), jax.NamedSharding(program.mesh, jax.P()))
     args = (
-        KEY,
-        program.traced,
-        f,
+        Context(KEY, program.traced, f, np.int32(0)),
         program.init(KEY, program.traced),
-        np.int32(0),
         np.bool_(False),
     )
     lowered = (

@@ -17,7 +17,7 @@ from fedjax_pfl.engine.unseen import among, obstacle, scorer
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import build, draw_unseen
 from fedjax_pfl.experiment.config import resolve
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Context, State
 
 
 def test_marks_are_of_everybody():
@@ -165,7 +165,9 @@ def test_rounds_of_personalisation_have_the_numbers_that_follow():
     )
     found = personalised(of_the_round, given, begin.server, 4, rounds=3)
     np.testing.assert_array_equal(found["unseen_post"]["acc"], 6)
-    then = program.evaluate(key, program.traced, toy.federation(), begin, jnp.int32(6))
+    then = program.evaluate(
+        Context(key, program.traced, toy.federation(), jnp.int32(6)), begin
+    )
     np.testing.assert_array_equal(found["unseen"]["acc"], then["acc"])
 
 

@@ -16,10 +16,10 @@ from fedjax_pfl.data import datasets, loading, partitioners
 from fedjax_pfl.data.federate import federate, others
 from fedjax_pfl.data.partition import class_counts, of_clients
 from fedjax_pfl.data.sources import toys
-from fedjax_pfl.engine import host_state, unseen, validate
+from fedjax_pfl.engine import unseen, validate
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Model, State, Subset
+from fedjax_pfl.types import Context, Model, State, Subset
 
 NAN, INF = float("nan"), float("inf")
 PARTS = ("train", "val", "test")
@@ -93,18 +93,16 @@ def whole_curve(change=lambda f: f, **options):
 
 @functools.cache
 def on_host():
-    return host_state.program("fedavg", given_task()._replace(participation=(0.5, 0.5)))
+    half = given_task()._replace(participation=(0.5, 0.5))
+    return simulate.program("fedavg", half, storage="host")
 
 
 def ask(id=0, x=None):
     program, key = compiled(), jax.random.key(0)
     state = jax.eval_shape(program.init, key, program.traced)
     return program.predict(
-        key,
-        program.traced,
-        federation(),
+        Context(key, program.traced, federation(), 0),
         state,
-        0,
         id,
         blobs().x[:2] if x is None else x,
     )
@@ -112,7 +110,9 @@ def ask(id=0, x=None):
 
 def run_on_host(change):
     program, key = (
-        host_state.program("fedper", given_task()._replace(participation=(0.5, 0.5))),
+        simulate.program(
+            "fedper", given_task()._replace(participation=(0.5, 0.5)), storage="host"
+        ),
         jax.random.key(0),
     )
     shapes = jax.eval_shape(
@@ -978,7 +978,7 @@ def test_traced_values_that_are_left_out_are_the_programs():
     state, step = program.init(key, {}), jax.jit(program.round)
     assert set(program.traced) == {"lr", "lr_decay", "mu"}
     whole, none, some, other = (
-        step(key, traced, federation(), state, 1, True)[0].server
+        step(Context(key, traced, federation(), 1), state, True)[0].server
         for traced in (program.traced, {}, {"mu": program.traced["mu"]}, {"lr": 0.2})
     )
     toy.assert_same(none, whole)

@@ -15,6 +15,7 @@ from fedjax_pfl import models, simulate, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import rounds
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.types import Context
 
 KEYS = jax.random.split(jax.random.key(3), 2)
 RATES = (0.05, 0.2)
@@ -200,9 +201,9 @@ def test_the_learning_rate_shrinks_by_its_factor_in_each_round():
         {"lr": 0.05, "lr_decay": 1.0},
     ]
     after = [
-        step(key, program.traced | rate, f, begin, jnp.int32(3), jnp.bool(False))[
-            0
-        ].server
+        step(
+            Context(key, program.traced | rate, f, jnp.int32(3)), begin, jnp.bool(False)
+        )[0].server
         for rate in rates
     ]
     assert_close(after[0], after[1])

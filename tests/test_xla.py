@@ -34,7 +34,7 @@ def test_no_local_step_copies_the_weights():
     def copies(**options):
         """Counts copies of the second layer's weights, inside loops and outside."""
         text = (
-            jax.jit(program.round, donate_argnums=3, **options)
+            jax.jit(program.round, donate_argnums=1, **options)
             .lower(*args)
             .compile()
             .as_text()

@@ -16,11 +16,13 @@ from fedjax_pfl import models, simulate, testing, traffic, trees
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import method as engine_method
 from fedjax_pfl.engine.cohort import Cohort
+from fedjax_pfl.engine.placement import Layout
 from fedjax_pfl.models import layers, nets
 from fedjax_pfl.testing import synthetic
 from fedjax_pfl.testing.synthetic import OWN, SHAPE, SIZES, C, N  # noqa: F401  (the tests take them here)
 from fedjax_pfl.types import (
     Algorithm,
+    Context,
     Federation,
     Method,
     Metrics,
@@ -177,13 +179,17 @@ def fitted(method: str, net: str, **options: Any) -> Task:
     return given._replace(shared=given.models[0]) if method == "pfedafm" else given
 
 
-def cohort(task: Task, ids, active=True, f=None, key=None, **more) -> Cohort:
+def cohort(
+    task: Task, ids, active=True, f=None, key=None, t=0, width=1, **more
+) -> Cohort:
     """Returns the cohort of a first round; `more` are other fields of Cohort."""
     ids = jnp.asarray(ids, jnp.int32)
     here = jnp.broadcast_to(jnp.asarray(active), ids.shape)
-    given = {"round": jnp.int32(0), "evaluated": jnp.bool(False), "width": 1} | more
+    given = {"evaluated": jnp.bool(False)} | more
+    given["layout"] = Layout((len(ids),), width)
     key = jax.random.key(0) if key is None else key
-    return Cohort(federation() if f is None else f, task, ids, here, key=key, **given)
+    context = Context(key, {}, federation() if f is None else f, jnp.int32(t))
+    return Cohort(context, task, ids, here, **given)
 
 
 def round_of(made: Algorithm | Method, given: Task | None = None):
@@ -225,14 +231,11 @@ class Trained:
     """Some rounds of an experiment; what was not asked for is not compiled."""
 
     def __init__(self, steps, program, key, federation, begin, rounds):
-        self._steps, self._args, self.begin = (
-            steps,
-            (key, program.traced, federation),
-            begin,
-        )
+        self._steps, self.begin = steps, begin
+        self._context = lambda t: Context(key, program.traced, federation, jnp.int32(t))
         self.state, self.rounds, history = begin, rounds, []
         for t in range(rounds):
-            args = (*self._args, self.state, jnp.int32(t), jnp.bool(True))
+            args = self._context(t), self.state, jnp.bool(True)
             self.state, metrics = steps["round"](*args)
             history.append(jax.device_get(metrics))
         # [rounds, ...]
@@ -243,14 +246,13 @@ class Trained:
     @functools.cached_property
     def last(self):
         """The scores after the last round, {name: [N]}."""
-        return self._steps["evaluate"](*self._args, self.state, jnp.int32(self.rounds))
+        return self._steps["evaluate"](self._context(self.rounds), self.state)
 
     def outputs(self, examples: int = 4, client: int = 1):
         """Returns a client's predictions after the last round for the first examples."""
-        x = self._args[2].examples.x[:examples]
-        return self._steps["predict"](
-            *self._args, self.state, jnp.int32(self.rounds), client, x
-        )
+        context = self._context(self.rounds)
+        x = context.federation.examples.x[:examples]
+        return self._steps["predict"](context, self.state, client, x)
 
     def __iter__(self):
         return iter((self.state, self.metrics, self.last))

@@ -5,42 +5,23 @@ arXiv 1903.03934); Nguyen et al., Federated learning with buffered asynchronous
 aggregation (FedBuff, AISTATS 2022, arXiv 2106.06639).
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Gt, Interval
-from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import keys, trees
-from fedjax_pfl.engine import (
-    averaged,
-    contract,
-    frozen,
-    program as synchronous,
-    validate,
-)
+from fedjax_pfl import trees
+from fedjax_pfl.engine import averaged
 from fedjax_pfl.engine.averaged import Averaged, Sent
 from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.engine.method import Runner, Setting, Traced
-from fedjax_pfl.engine.placement import Placement, arrange, sharded
-from fedjax_pfl.engine.program import Parts, Program, Round
+from fedjax_pfl.engine.method import Runner, Setting
 from fedjax_pfl.engine.schedule import Schedule
-from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.types import (
-    Algorithm,
-    Array,
-    Client,
-    Federation,
-    Method,
-    PyTree,
-    RunState,
-    Task,
-)
+from fedjax_pfl.errors import InputError, check, moved
+from fedjax_pfl.types import Array, Client, Method, Metrics, PyTree, RunState, Task
 from fedjax_pfl.uploads.chain import composed
 
 # staleness [] float32, versions since the client's start -> its weight, 1 at 0
@@ -113,192 +94,123 @@ def task_of(task: Task, rule: Rule) -> Task:
     return task._replace(participation=(share, share), sampling=None)
 
 
-def program(
-    factory: Callable[..., Algorithm | Method] | str,
-    task: Task,
-    rule: Rule,
-    schedule: Schedule,
-    hparams: dict[str, Any] | None = None,
-    *,
-    width: int = 1,
-    devices: int = 1,
-    checked: bool = True,
-    **options: Any,
-) -> Program:
-    """Makes a Program whose round t is the server's update t.
+class Arrivals(NamedTuple):
+    """The clock of an asynchronous run, for `program(..., clock=...)`: round t is the
+    server's update t.
 
     A client's local training is that of a round of one client: the one with the number
     of the version it received, from that version, with the client's present row of
-    State.clients. `metrics.clients` has its `staleness`.
-
-    Args:
-      task: its participation is the fraction of clients that train at one time.
-      schedule: `schedule.arrivals` of this task and the rule's buffer.
-      hparams: like the others, as in `program.program`.
-
-    Raises:
-      InputError: as in `program.program`; or the method's server reads more of the
-        clients than one mean, or is private.
+    State.clients. `metrics.clients` has its `staleness`. The task's participation is
+    the fraction of clients that train at one time.
     """
-    setting = synchronous.set_up(factory, task, hparams, **options)
-    task = task_of(setting.task, rule)
-    setting = setting._replace(task=task)
-    check("schedule", schedule.ids.shape[1], rule.buffer, rule.buffer)
-    validate.layout(options.get("lr_decay", 1.0), width, devices)
-    on = synchronous.parts(setting, width=width, devices=devices)
-    _check(setting, on)
-    run = _Run(setting, rule, schedule, width, on)
-    on = on._replace(
-        init=functools.partial(_init, run),
-        draw=_drawer(task, schedule, devices),
-        train=functools.partial(_train, run),
-    )
-    found = synchronous.from_parts(on, setting, devices)
-    found = found._replace(most_rounds=len(schedule.ids))
-    if checked:
-        functions = found.init, found.round, found.evaluate
-        contract.check_shapes(task, found.traced, *functions)
-    return found
 
-
-class _Run(NamedTuple):
-    """Arguments of `program` that a round needs."""
-
-    setting: Setting
     rule: Rule
-    schedule: Schedule
-    width: int
-    on: Parts
+    schedule: Schedule  # `schedule.arrivals` of the task and the rule's buffer
 
+    @property
+    def most_rounds(self) -> int:
+        """The number of updates in the schedule."""
+        return len(self.schedule.ids)
 
-def _check(setting: Setting, on: Parts) -> None:
-    """Raises InputError unless updates can arrive one after another."""
-    found = on.runner(on.traced, 0, frozen.values(setting.task) or None).averaged
-    refused = f"{setting.name} cannot run asynchronously: "
-    if len(setting.task.models) > 1:
-        raise InputError(
-            "Asynchronous aggregation needs clients of one architecture, got "
-            f"{len(setting.task.models)}."
-        )
-    if found is None:
-        raise InputError(f"{refused}its round is not one mean over the clients.")
-    if found.method.start is not None or found.method.finish is not None:
-        raise InputError(f"{refused}its server reads more of a client than the mean.")
-    uploads = found.uploads
-    if uploads is not None and (
-        uploads.weight is not None or uploads.combine is not None
-    ):
-        raise InputError(f"{refused}private and robust options need rounds.")
+    def task(self, task: Task) -> Task:
+        """Returns the task whose rounds are updates of the server."""
+        buffer = self.rule.buffer
+        check("schedule", self.schedule.ids.shape[1], buffer, buffer)
+        return task_of(task, self.rule)
 
+    def check(self, setting: Setting, runner: Runner) -> None:
+        """Raises InputError unless updates can arrive one after another."""
+        found, refused = runner.averaged, f"{setting.name} cannot run asynchronously: "
+        if len(setting.task.models) > 1:
+            raise InputError(
+                "Asynchronous aggregation needs clients of one architecture, got "
+                f"{len(setting.task.models)}."
+            )
+        if found is None:
+            raise InputError(f"{refused}its round is not one mean over the clients.")
+        if found.method.start is not None or found.method.finish is not None:
+            raise InputError(
+                f"{refused}its server reads more of a client than the mean."
+            )
+        uploads = found.uploads
+        if uploads is not None and (
+            uploads.weight is not None or uploads.combine is not None
+        ):
+            raise InputError(f"{refused}private and robust options need rounds.")
 
-def _init(run: _Run, key: Array, traced: Traced) -> RunState:
-    """Returns the state before the first update, with room for earlier versions."""
-    state, count = run.on.init(key, traced), run.schedule.slots
-    room = lambda x: jnp.zeros((count, *x.shape), x.dtype)
-    versions = jax.tree.map(room, state.method.server)
-    return state._replace(record={"versions": versions})
-
-
-def _drawer(
-    task: Task, schedule: Schedule, devices: int
-) -> Callable[..., tuple[Array, Array]]:
-    """Returns `Parts.draw` by the schedule."""
+    def begin(self, task: Task, state: RunState) -> RunState:
+        """Adds room for earlier versions."""
+        room = lambda x: jnp.zeros((self.schedule.slots, *x.shape), x.dtype)
+        versions = jax.tree.map(room, state.method.server)
+        return state._replace(record={"versions": versions})
 
     def draw(
-        where: Placement | None, key: Array, t: Array, **past: Any
+        self, task: Task, key: Array, t: Array, record: PyTree = (), **past: Any
     ) -> tuple[Array, Array]:
-        ids = jnp.asarray(schedule.ids)[t]
+        """Returns the clients that arrive."""
+        ids = jnp.asarray(self.schedule.ids)[t]
         if len(ids) == task.num_clients:
             ids = jnp.arange(len(ids), dtype=jnp.int32)
-        return arrange(task, where, ids, jnp.ones(len(ids), bool), devices)
+        return ids, jnp.ones(len(ids), bool)
 
-    return draw
-
-
-def _train(
-    run: _Run,
-    key: Array,
-    traced: Traced,
-    f: Federation,
-    here: RunState,
-    ids: Array,
-    active: Array,
-    t: Array,
-    evaluated: Array,
-) -> tuple[RunState, Round]:
-    """Trains the clients that arrive, each from its version, and updates the server."""
-    key, traced, f, here, ids, active = synchronous.free(
-        run.on.mesh, key, traced, f, here, ids, active
-    )
-    now, kept = here.method.server, jnp.asarray(run.schedule.slot)[t]
-    versions = jax.tree.map(
-        lambda every, x: every.at[kept].set(x), here.record["versions"], now
-    )
-    # [S] position in the order of arrival
-    at = jnp.argmax(jnp.asarray(run.schedule.ids)[t][None] == ids[:, None], axis=1)
-    started = jnp.asarray(run.schedule.started)[t][at]
-    source = jnp.asarray(run.schedule.source)[t][at]
-    stale = sharded((t - started).astype(jnp.float32), run.on.mesh, P())
-    runner, method = _averaged(run, traced, t, f)
-
-    def cohort(ids: Array, active: Array, number: Array, **layout: Any) -> Cohort:
-        task = frozen.bind(run.setting.task, f.frozen)
-        stream = keys.clients_key(key, number)
-        return Cohort(
-            *(f, task, ids, active),
-            key=stream,
-            round=number,
-            evaluated=evaluated,
-            **layout,
+    def round(
+        self,
+        key: Array,
+        method: Runner,
+        of_round: Callable[[Array], Runner],
+        state: RunState,
+        cohort: Cohort,
+    ) -> tuple[RunState, Metrics, dict[str, Array]]:
+        """Trains the clients that arrive, each from its version, and updates the
+        server."""
+        on, t, plan = _with_updates(method), cohort.round, self.schedule
+        now, kept = state.method.server, jnp.asarray(plan.slot)[t]
+        versions = jax.tree.map(
+            lambda every, x: every.at[kept].set(x), state.record["versions"], now
         )
+        # [S] position in the order of arrival
+        arrived = jnp.asarray(plan.ids)[t][None] == cohort.ids[:, None]
+        at = jnp.argmax(arrived, axis=1)
+        started = jnp.asarray(plan.started)[t][at]
+        source = jnp.asarray(plan.source)[t][at]
+        stale = cohort.replicated((t - started).astype(jnp.float32))
 
-    def client(
-        c: Client, active: Array, rows: PyTree, number: Array, slot: Array, stale: Array
-    ) -> tuple[PyTree, Sent]:
-        alone = cohort(c.id[None], active[None], number, width=1)
-        begin = trees.gather(versions, slot)
-        before = here._replace(method=here.method._replace(server=begin))
-        _, mine = _averaged(run, traced, number, f)
+        def client(
+            c: Client,
+            active: Array,
+            rows: PyTree,
+            version: tuple[Array, Array, Array],
+        ) -> tuple[PyTree, Sent]:
+            number, slot, stale = version
+            alone, mine = cohort.alone(c.id, active, number), of_round(number)
+            begin = trees.gather(versions, slot)
+            before = state._replace(method=state.method._replace(server=begin))
 
-        def one(c: Client, rows: PyTree) -> tuple[PyTree, Sent]:
-            return averaged.work(mine, alone, c, before, rows, ())
+            def one(c: Client, rows: PyTree) -> tuple[PyTree, Sent]:
+                return averaged.work(_with_updates(mine), alone, c, before, rows, ())
 
-        upload, found = alone.map(one, jax.tree.map(lambda x: x[None], rows))
-        upload, found = jax.tree.map(lambda x: x[0], (upload, found))
-        part = run.rule.rate * run.rule.staleness(stale)
-        return _scaled(run.rule, method.method, upload, begin, now, part), found
+            found = alone.map(one, jax.tree.map(lambda x: x[None], rows))
+            upload, rest = jax.tree.map(lambda x: x[0], found)
+            part = self.rule.rate * self.rule.staleness(stale)
+            return _scaled(self.rule, on.method, upload, begin, now, part), rest
 
-    layout = {"width": run.width, "mesh": run.on.mesh, "lengths": run.on.lengths}
-    present = cohort(ids, active, t, **layout)
-    weight = None if run.rule.mixes else method.method.weight(present)
-    mean, (found,) = present.mean(
-        client,
-        *(active, here.rows, started, source, stale),
-        weight=weight,
-        default=averaged.neutral(method, now),
-        phase=None,
-    )
-    stream = keys.fold(keys.round_key(key, t), keys.Round.SERVER)
-    with contract.named(run.setting.factory, "round"):
-        new, m = averaged.conclude(method, stream, here, present, mean, found)
-        contract.check_round(here, new, m, len(ids), runner.headline[0])
-    sent = averaged.sent(method, here, present, m)
-    finite = synchronous.finite(new, len(ids), run.on.lengths)
-    own = {"staleness": stale} | m.clients
-    metrics = Round(m.loss, m.post, own, m.server, sent, ids, active, finite)
-    return new._replace(record={"versions": versions}), metrics
+        mean, (found,) = cohort.mean(
+            client,
+            *(cohort.active, state.rows, (started, source, stale)),
+            weight=None if self.rule.mixes else on.method.weight(cohort),
+            default=averaged.neutral(on, now),
+            phase=None,
+        )
+        new, metrics = averaged.conclude(on, key, state, cohort, mean, found)
+        new = new._replace(record={"versions": versions})
+        return new, metrics, {"staleness": stale}
 
 
-def _averaged(
-    run: _Run, traced: Traced, t: Array, f: Federation
-) -> tuple[Runner, Averaged]:
-    """Returns the method's functions, and the method, whose clients send updates."""
-    runner = run.on.runner(traced, t, f.frozen)
+def _with_updates(runner: Runner) -> Averaged:
+    """Returns a method whose clients send updates, with options or without."""
     found = runner.averaged
-    assert found is not None  # by `_check`
-    if found.uploads is None:
-        found = found._replace(uploads=composed({}))
-    return runner, found
+    assert found is not None  # by `Arrivals.check`
+    return found if found.uploads else found._replace(uploads=composed({}))
 
 
 def _scaled(
@@ -320,3 +232,9 @@ def _scaled(
     change = optax.tree.cast_like(optax.tree.scale(part, change), new)
     statistics = trees.lerp(jnp.minimum(part, 1), statistics, known)
     return trees.merge(change, optax.tree.cast_like(statistics, known))
+
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = moved(
+        __name__, {"program": "program(..., clock=asynchronous.Arrivals(rule, plan))"}
+    )

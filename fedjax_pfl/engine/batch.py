@@ -14,7 +14,7 @@ from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.engine.placement import Placement
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Federation, PyTree, RunState
+from fedjax_pfl.types import Array, Context, Federation, PyTree, RunState
 
 
 def vectorized(
@@ -74,12 +74,13 @@ def vectorized(
         rows = [trees.gather(state, i) for i in range(len(functions))]
         return stack([f(row) for f, row in zip(functions, rows, strict=True)])
 
+    each_run = Context(0, 0, axes, None)  # type: ignore[arg-type]  # axes
     return Program(
         traced,  # type: ignore[arg-type]
         init,
-        jax.vmap(first.round, in_axes=(0, 0, axes, 0, None, None)),
-        jax.vmap(first.evaluate, in_axes=(0, 0, axes, 0, None)),
-        jax.vmap(first.predict, in_axes=(0, 0, axes, 0, None, None, None)),
+        jax.vmap(first.round, in_axes=(each_run, 0, None)),
+        jax.vmap(first.evaluate, in_axes=(each_run, 0)),
+        jax.vmap(first.predict, in_axes=(each_run, 0, None, None)),
         lambda state: each([p.place for p in programs], state),
         lambda state: each([p.unplace for p in programs], state),
         whole.placement,
@@ -98,15 +99,15 @@ def lowered(program: Program, federation: Federation) -> str:
     t = jax.ShapeDtypeStruct((), jnp.int32)
     values = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in program.traced}
     state = jax.eval_shape(program.init, key, values, federation.placement)
-    rest = (federation, state, t)
+    context = Context(key, values, federation, t)
     arguments: dict[Any, Any] = {
-        program.init: (federation.placement,),
-        program.evaluate: rest,
-        program.round: (*rest, jax.ShapeDtypeStruct((), jnp.bool)),
+        program.init: (key, values, federation.placement),
+        program.evaluate: (context, state),
+        program.round: (context, state, jax.ShapeDtypeStruct((), jnp.bool)),
     }
     texts = [
-        jax.jit(function).lower(key, values, *more).as_text()
-        for function, more in arguments.items()
+        jax.jit(function).lower(*given).as_text()
+        for function, given in arguments.items()
     ]
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 

@@ -17,15 +17,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl import aggregate, architectures, keys, trees
 from fedjax_pfl.engine import contract
-from fedjax_pfl.engine.placement import AXIS, sharded, slices, without_mesh
+from fedjax_pfl.engine.placement import AXIS, Layout, sharded, slices, without_mesh
 from fedjax_pfl.errors import ContractError, InputError
 from fedjax_pfl.types import (
     Array,
     Client,
+    Context,
     Data,
     Examples,
     Federation,
@@ -51,41 +52,46 @@ class Cohort:
 
     def __init__(
         self,
-        federation: Federation,
+        context: Context,
         task: Task,
         ids: Array,
         active: Array,
         *,
-        key: Array,
-        round: Array,
         evaluated: Array,
-        width: int,
-        mesh: Mesh | None = None,
-        lengths: tuple[int, ...] | None = None,
+        layout: Layout | None = None,
         held: bool = False,
     ):
         """Sets the attributes.
 
         Args:
-          lengths: None is one architecture.
+          layout: None is one architecture on one device, a client at a time.
           held: every mean is its `default`.
         """
+        federation = context.federation
         known = jnp.minimum(ids, federation.train.size.shape[0] - 1)
         sizes = jnp.where(active, federation.train.size[known], 0)
         counts = jnp.where(active[:, None], federation.class_counts[known], 0)
         total = jnp.sum(federation.train.size)
+        layout = Layout((len(ids),)) if layout is None else layout
         # replicated on every device, so that sums over them need no communication
-        replicated = sharded((ids, active, sizes, counts, total), mesh, P())
+        replicated = sharded((ids, active, sizes, counts, total), layout.mesh, P())
         self.ids, self.active, self.sizes, self.class_counts, self.total = replicated
-        self.round, self.evaluated = round, evaluated
+        self.round, self.evaluated = context.t, evaluated
         self.metrics = task.metrics
         self.trained = self.sizes > 0
         self.public = _public(federation, task, jnp.bool(True))
-        self.lengths = lengths or (len(ids),)
-        self._federation, self._task = federation, task
-        self._key, self._mesh = key, mesh
-        self._width, self._held = width, held
+        self.lengths = layout.lengths
+        self._context, self._task = context, task
+        self._federation = federation
+        self._key = keys.clients_key(context.key, context.t)
+        self._mesh, self._width, self._held = layout.mesh, layout.width, held
         self._phases: set[int] = set()
+
+    def alone(self, id: Array, active: Array, t: Array) -> "Cohort":
+        """Returns the cohort of one client in round `t`."""
+        context = self._context._replace(t=t)
+        evaluated = self.evaluated
+        return Cohort(context, self._task, id[None], active[None], evaluated=evaluated)
 
     def map(
         self, client: Callable[..., PyTree], *rows: PyTree, phase: int | None = 0
@@ -303,7 +309,7 @@ class Cohort:
             federation: Federation, each: list[Any]
         ) -> tuple[list[PyTree], list[PyTree]]:
             blocks = (
-                self._block(client, phase, group, federation, *mine)
+                self._block(client, phase, group, federation, mine)
                 for group, mine in zip(some, each, strict=True)
             )
             totals, results, like = (list(part) for part in zip(*blocks, strict=True))
@@ -332,18 +338,18 @@ class Cohort:
         phase: int | None,
         group: int,
         federation: Federation,
-        ids: Array,
-        active: Array,
-        sizes: Array,
-        rows: tuple[PyTree, ...],
-        shares: PyTree,
+        given: tuple[Array, Array, Array, tuple[PyTree, ...], PyTree],
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Runs one device's clients of an architecture; all arrays have as many rows.
+        """Runs one device's clients of an architecture.
+
+        Args:
+          given: ids, active, sizes, rows and shares of these clients.
 
         Returns:
           the weighted sum of the uploads, the other results, and the shapes and types
           of one upload.
         """
+        ids, active, sizes, rows, shares = given
         count = ids.shape[0]
         width = min(self._width, count)
         # longest first, ties by id: no batch and no sum depends on the order of the

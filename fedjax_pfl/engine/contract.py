@@ -15,6 +15,7 @@ from fedjax_pfl.engine import frozen
 from fedjax_pfl.errors import ContractError, InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import (
+    Context,
     Examples,
     Federation,
     Grouped,
@@ -110,10 +111,10 @@ def check_shapes(
     t = jax.ShapeDtypeStruct((), jnp.int32)
     flag = jax.ShapeDtypeStruct((), bool)
     values = dict.fromkeys(traced, jax.ShapeDtypeStruct((), jnp.result_type(float)))
-    federation = abstract(task)
+    context = Context(key, values, abstract(task), t)
     state = jax.eval_shape(init, key, values)
-    jax.eval_shape(evaluate, key, values, federation, state, t)
-    jax.eval_shape(round, key, values, federation, state, t, flag)
+    jax.eval_shape(evaluate, context, state)
+    jax.eval_shape(round, context, state, flag)
 
 
 def check_init(state: Any, clients: int) -> None:

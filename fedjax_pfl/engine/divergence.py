@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine.program import Program, Round
+from fedjax_pfl.engine.parts import Round
+from fedjax_pfl.engine.program import Program
 from fedjax_pfl.types import Federation, Task
 
 RATE = 1e-6  # learning rate of the repeated round

@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 
 from fedjax_pfl import local_training
-from fedjax_pfl.engine.program import parts, program, set_up
+from fedjax_pfl.engine.parts import parts
+from fedjax_pfl.engine.program import program, set_up
 from fedjax_pfl.models.nnx_model import product_flops
-from fedjax_pfl.types import Algorithm, Array, Federation, Method, Task
+from fedjax_pfl.types import Algorithm, Array, Context, Federation, Method, Task
 
 
 def flops_of_step(
@@ -49,7 +50,7 @@ def flops_of_step(
     def total(federation: Federation) -> Array:
         shapes = jax.eval_shape(run.init, key, traced)
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        given = (key, traced, federation, state, t, np.bool_(False))
+        given = Context(key, traced, federation, t), state, np.bool_(False)
         closed = jax.make_jaxpr(run.round)(*given)
         return _walk(closed.jaxpr, closed.consts, jax.tree.leaves(given), False)[1]
 

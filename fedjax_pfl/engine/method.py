@@ -34,6 +34,11 @@ Traced = dict[str, Array]  # the traced numbers by name
 Factory = Callable[..., Algorithm | Method]
 
 
+def as_arrays(numbers: dict[str, Any]) -> Traced:
+    """Returns traced numbers as arrays."""
+    return {name: jnp.asarray(value, float) for name, value in numbers.items()}
+
+
 class Setting(NamedTuple):
     """A method with its hyperparameters, and the options of a run, as data."""
 

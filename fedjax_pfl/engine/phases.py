@@ -84,5 +84,5 @@ def _scores(
     t: int,
 ) -> dict[str, np.ndarray]:
     """Returns the scores of a state, with rows by client id, on a federation."""
-    given = arguments(program, key, federation, run)
-    return distributed.fetch(run.evaluate(*given, program.place(state), np.int32(t)))
+    context = arguments(program, key, federation, run)._replace(t=np.int32(t))
+    return distributed.fetch(run.evaluate(context, program.place(state)))

@@ -194,6 +194,22 @@ def _of_group(
     return ids[first], active[first] & own[first], own[first]
 
 
+class Layout(NamedTuple):
+    """The clients of a round on devices."""
+
+    lengths: tuple[int, ...]  # per architecture, padding included, as Task.models
+    width: int = 1  # clients per vmapped batch on each device
+    devices: int = 1
+    mesh: Mesh | None = None  # of several devices
+    placement: Placement | None = None
+
+
+def lay_out(task: Task, width: int = 1, devices: int = 1) -> Layout:
+    """Returns the layout of a task's rounds."""
+    lengths = segments(task, max(task.cohort_sizes), devices)
+    return Layout(lengths, width, devices, make_mesh(devices), placement(task, devices))
+
+
 class StateRows:
     """Reads and writes the rows of State.clients.
 
@@ -297,3 +313,8 @@ def without_mesh(tree: PyTree) -> PyTree:
     automatic mesh.
     """
     return jax.tree.map(_unmark.bind, tree)
+
+
+def free(mesh: Mesh | None, *arguments: PyTree) -> tuple[PyTree, ...]:
+    """Returns the arguments without the mesh in the arrays' types."""
+    return arguments if mesh is None else without_mesh(arguments)

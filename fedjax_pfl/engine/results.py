@@ -9,7 +9,7 @@ import numpy as np
 
 from fedjax_pfl import evaluation
 from fedjax_pfl.engine.divergence import Found, wrong
-from fedjax_pfl.engine.program import Round
+from fedjax_pfl.engine.parts import Round
 from fedjax_pfl.errors import DivergenceError
 from fedjax_pfl.types import RunState
 

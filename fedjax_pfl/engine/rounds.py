@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from fedjax_pfl.engine import distributed, divergence, frozen, memory, validate
+from fedjax_pfl.engine import distributed, divergence, memory, validate
 from fedjax_pfl.engine.memory import Memory
-from fedjax_pfl.engine.method import Traced
-from fedjax_pfl.engine.program import Program, Round
+from fedjax_pfl.engine.parts import Round
+from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.results import Result, result
 from fedjax_pfl.engine.xla import compiler_options, init_options
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.kernels.platform import platform
-from fedjax_pfl.types import Array, Examples, Federation, RunState
+from fedjax_pfl.types import Array, Context, Examples, Federation, RunState
 
 TOGETHER = 16  # most rounds that one call runs
 SECONDS = 0.1  # and about how long they take, since no result arrives meanwhile
@@ -28,8 +28,8 @@ class Compiled(NamedTuple):
     """The functions of `rounds`, compiled ahead of time."""
 
     init: Callable[..., RunState]  # (key, traced, placement)
-    evaluate: Callable[..., dict[str, Array]]  # (key, traced, federation, RunState, t)
-    # (key, traced, federation, RunState, t, evaluated, count): metrics [count, ...]
+    evaluate: Callable[..., dict[str, Array]]  # (context, RunState)
+    # (context, RunState, evaluated, count): metrics [count, ...]
     step: Callable[..., tuple[RunState, Round]]
     memory: Memory  # of the larger of evaluation and step
     together: bool = False  # True if a step may be several rounds
@@ -52,8 +52,8 @@ def compiled(
         unknown = Memory(None, None)
         single = _single(program.round)
         return Compiled(program.init, program.evaluate, single, unknown)
-    key, traced, federation = _arguments(program, key, federation)
-    start = (key, traced, federation.placement)
+    context = _context(program, key, federation)
+    start = (key, context.traced, context.federation.placement)
     draw = jax.jit(program.init, compiler_options=init_options())
     init = draw.lower(*start).compile()
     state = jax.tree.map(
@@ -63,16 +63,15 @@ def compiled(
     )
     together = 1 not in (eval_every, state_every)
     run = _several(program) if together else _single(program.round)
-    given = (key, traced, federation, state, np.int32(0))
     options: dict[str, Any] = {"compiler_options": compiler_options()}
-    chosen, formats = free_layouts(program, federation), None
-    train = jax.jit(run, donate_argnums=3, in_shardings=chosen, **options)
-    step = train.lower(*given, np.bool_(True), np.int32(1)).compile()
+    chosen, formats = free_layouts(program, context.federation), None
+    train = jax.jit(run, donate_argnums=1, in_shardings=chosen, **options)
+    step = train.lower(context, state, np.bool_(True), np.int32(1)).compile()
     if chosen is not None:
-        formats = step.input_formats[0][2].examples
-        chosen = (None, None, chosen[2]._replace(examples=formats), None, None)
+        formats = step.input_formats[0][0].federation.examples
+        chosen = (_examples_in(formats), None)
     score = jax.jit(program.evaluate, in_shardings=chosen, **options)
-    evaluate = score.lower(*given).compile()
+    evaluate = score.lower(context, state).compile()
     devices = 1 if program.mesh is None else len(program.mesh.local_devices)
     needed = memory.of([evaluate, step], devices=devices)
     return Compiled(init, evaluate, step, needed, together, formats)
@@ -85,35 +84,49 @@ def free_layouts(program: Program, federation: Federation) -> Any:
     if platform() == "cpu" or program.mesh is not None:
         return None
     auto = jax.tree.map(lambda _: Format(Layout.AUTO), federation.examples)
+    return _examples_in(auto), None, None, None
+
+
+def _examples_in(formats: Examples) -> Context:
+    """Returns the shardings of a context whose examples have these formats."""
     rest: list[Any] = [None] * len(Federation._fields)
-    return None, None, Federation(*rest)._replace(examples=auto), *[None] * 4
+    federation = Federation(*rest)._replace(examples=formats)
+    return Context(None, None, federation, None)  # type: ignore[arg-type]  # as jax.jit takes them
 
 
-def _arguments(
-    program: Program, key: Array, federation: Federation
-) -> tuple[Array, Traced, Federation]:
-    """Returns key, traced hyperparameters and federation as the compiled functions take
-    them."""
-    traced = {name: jnp.asarray(value, float) for name, value in program.traced.items()}
-    federation = frozen.with_frozen(federation, program.task)
-    if not program.on_host:
-        federation = federation._replace(placement=program.placement)
+def _context(program: Program, key: Array, federation: Federation) -> Context:
+    """Returns the context of round 0, on all devices at once: a jitted function would
+    copy it to them at every call."""
+    context = program.context(key, federation)._replace(t=np.int32(0))
     if program.mesh is None:
-        return key, traced, federation
-    # once: a jitted function would copy them to the devices at every call
-    return distributed.replicate((key, traced, federation), program.mesh)
+        return context
+    key, traced, federation = distributed.replicate(context[:3], program.mesh)
+    return Context(key, traced, federation, context.t)
 
 
 def arguments(
     program: Program, key: Array, federation: Federation, run: Compiled
-) -> tuple[Array, Traced, Federation]:
-    """Returns key, traced hyperparameters and federation as the functions of `run` take
-    them."""
-    key, traced, federation = _arguments(program, key, federation)
-    if run.formats is not None:
-        examples = jax.device_put(federation.examples, run.formats)
-        federation = federation._replace(examples=examples)
-    return key, traced, federation
+) -> Context:
+    """Returns the context of round 0 as the functions of `run` take it."""
+    context = _context(program, key, federation)
+    if run.formats is None:
+        return context
+    examples = jax.device_put(context.federation.examples, run.formats)
+    federation = context.federation._replace(examples=examples)
+    return context._replace(federation=federation)
+
+
+class Plan(NamedTuple):
+    """Which rounds run, and what is returned of them."""
+
+    rounds: int  # the number after the last one
+    # every so many rounds, and the last, are evaluated; 0: only after the last
+    eval_every: int = 1
+    start: int = 0  # rounds that the state has behind it
+    state_every: int = 1  # rounds between results with a state
+    # called before each round, True ends the run; a Result then has the state after
+    # each evaluated round, too
+    until: Callable[[], bool] | None = None
 
 
 def rounds(
@@ -121,13 +134,9 @@ def rounds(
     key: Array,
     federation: Federation,
     *,
-    rounds: int,
-    eval_every: int = 1,
-    start: int = 0,
     state: RunState | None = None,
-    state_every: int = 1,
     functions: Compiled | None = None,
-    until: Callable[[], bool] | None = None,
+    **plan: Any,
 ) -> Iterator[Result]:
     """Runs an experiment round by round from `start`, and ends with the scores after
     the last round.
@@ -142,8 +151,7 @@ def rounds(
         `program.place(other.unplace(state))`. It is donated, as are the states of the
         results: copy one with `jax.device_get` to keep it.
       functions: `compiled` of the same arguments; None: compiled here.
-      until: called before each round; True ends the run. A Result then has the state
-        after each evaluated round, too.
+      plan: fields of `Plan`, `rounds` among them.
 
     Yields:
       a Result per round, and one with the scores after the last.
@@ -158,26 +166,15 @@ def rounds(
         validate.key(key)
         validate.federation(program.task, federation)
     if state is not None and not program.on_host:
-        wanted = jax.eval_shape(program.init, key, program.traced, program.placement)
-        validate.state(state, wanted)
+        like = jax.eval_shape(program.init, key, program.traced, program.placement)
+        validate.state(state, like)
     num_clients = len(federation.train.size)
-    run = functions or compiled(
-        program, key, federation, eval_every=eval_every, state_every=state_every
-    )
+    wanted = Plan(**plan)
+    often = {"eval_every": wanted.eval_every, "state_every": wanted.state_every}
+    run = functions or compiled(program, key, federation, **often)
     again = functools.partial(_again, program, key, federation, run)
     cause = functools.partial(divergence.cause, program, federation, again)
-    for t, new, metrics, pre in _steps(
-        program,
-        key,
-        federation,
-        run,
-        rounds,
-        eval_every,
-        start,
-        state,
-        state_every,
-        until,
-    ):
+    for t, new, metrics, pre in _steps(program, key, federation, run, wanted, state):
         yield result(t, new, metrics, pre, num_clients, cause)
 
 
@@ -191,9 +188,10 @@ def _again(
 ) -> Round:
     """Returns the results of round t from the initial state with another rate."""
     other = program._replace(traced=program.traced | {"lr": rate, "lr_decay": 1.0})
-    given = arguments(other, key, federation, run)
-    state = run.init(*given[:2], given[2].placement)
-    metrics = run.step(*given, state, np.int32(t), np.bool_(False), np.int32(1))[1]
+    context = arguments(other, key, federation, run)._replace(t=np.int32(t))
+    start = context.key, context.traced, context.federation.placement
+    state = run.init(*start)
+    metrics = run.step(context, state, np.bool_(False), np.int32(1))[1]
     return jax.tree.map(lambda x: x[0], distributed.fetch(metrics))
 
 
@@ -203,19 +201,15 @@ def rounds_at_once(
     federation: Federation,
     functions: Compiled,
     *,
-    rounds: int,
-    eval_every: int = 1,
-    start: int = 0,
     state: RunState | None = None,
-    state_every: int = 1,
-    until: Callable[[], bool] | None = None,
+    **plan: Any,
 ) -> Iterator[list[Result | DivergenceError]]:
     """Runs several experiments in one program (`vectorized`), round by round.
 
     Args:
       keys: [R], one per run.
       functions: `compiled` of the same arguments.
-      rounds: like the others, as in `rounds`.
+      state: as in `rounds`, like `plan`.
 
     Yields:
       for each run its Result, with the state of all (`trees.gather` takes one's), or
@@ -228,18 +222,8 @@ def rounds_at_once(
     num_clients = federation.train.size.shape[-1]
     failed: dict[int, DivergenceError] = {}
     cause = functools.partial(divergence.cause, program, federation, None)
-    for t, new, metrics, pre in _steps(
-        program,
-        keys,
-        federation,
-        functions,
-        rounds,
-        eval_every,
-        start,
-        state,
-        state_every,
-        until,
-    ):
+    steps = _steps(program, keys, federation, functions, Plan(**plan), state)
+    for t, new, metrics, pre in steps:
         found: list[Result | DivergenceError] = []
         for i in range(len(keys)):
             mine, scores = jax.tree.map(lambda x, i=i: x[i], (metrics, pre))
@@ -256,30 +240,28 @@ def _steps(
     key: Array,
     federation: Federation,
     run: Compiled,
-    rounds: int,
-    eval_every: int,
-    start: int,
+    plan: Plan,
     state: RunState | None,
-    state_every: int,
-    until: Callable[[], bool] | None,
 ) -> Iterator[tuple[int, RunState | None, Round | None, dict[str, np.ndarray] | None]]:
     """Yields the fields of each Result, with padding and without a check that they are
     finite."""
+    rounds, eval_every, start, state_every, until = plan
     most = program.most_rounds
     validate.rounds(rounds, eval_every, start, state, state_every, most)
-    key, traced, federation = arguments(program, key, federation, run)
+    context = arguments(program, key, federation, run)
     if state is None:
-        state = run.init(key, traced, federation.placement)
+        given = context.key, context.traced, context.federation.placement
+        state = run.init(*given)
     together = run.together and 1 not in (eval_every, state_every)
     few, t = 1, start
     while t < rounds and not (until is not None and until()):
-        args = (key, traced, federation, state, np.int32(t))
+        context = context._replace(t=np.int32(t))
         wanted = bool(eval_every) and (t % eval_every == 0 or t == rounds - 1)
-        pre = distributed.fetch(run.evaluate(*args)) if wanted else None
+        pre = distributed.fetch(run.evaluate(context, state)) if wanted else None
         alone = not together or (wanted and until is not None)
         count = 1 if alone else min(few, _free(t, rounds, eval_every, state_every))
         begin = time.perf_counter()
-        state, metrics = run.step(*args, np.bool_(wanted), np.int32(count))
+        state, metrics = run.step(context, state, np.bool_(wanted), np.int32(count))
         metrics = distributed.fetch(metrics)
         if together:
             fit = int(SECONDS * count / (time.perf_counter() - begin))
@@ -288,7 +270,7 @@ def _steps(
             one = jax.tree.map(lambda x, i=i: x[i], metrics)
             yield t + i, None if i < count - 1 else state, one, None if i else pre
         t += count
-    scores = run.evaluate(key, traced, federation, state, np.int32(t))
+    scores = run.evaluate(context._replace(t=np.int32(t)), state)
     yield t, state, None, distributed.fetch(scores)
 
 
@@ -322,22 +304,15 @@ def _several(program: Program) -> Callable[..., tuple[RunState, Round]]:
     step = jax.jit(program.round)  # traced once, for the shapes and in the loop
 
     def run(
-        key: Array,
-        traced: Traced,
-        federation: Federation,
-        state: RunState,
-        t: Array,
-        evaluated: Array,
-        count: Array,
+        context: Context, state: RunState, evaluated: Array, count: Array
     ) -> tuple[RunState, Round]:
         def one(i: Array, carry: tuple[RunState, Round]) -> tuple[RunState, Round]:
             state, metrics = carry
-            state, found = step(
-                key, traced, federation, state, t + i, evaluated & (i == 0)
-            )
+            here = context._replace(t=context.t + i)
+            state, found = step(here, state, evaluated & (i == 0))
             return state, jax.tree.map(lambda all, x: all.at[i].set(x), metrics, found)
 
-        shapes = jax.eval_shape(step, key, traced, federation, state, t, evaluated)[1]
+        shapes = jax.eval_shape(step, context, state, evaluated)[1]
         metrics = jax.tree.map(
             lambda x: jnp.zeros((TOGETHER, *x.shape), x.dtype), shapes
         )

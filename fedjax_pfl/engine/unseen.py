@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.engine import contract, validate
-from fedjax_pfl.engine.program import from_parts, parts, set_up
+from fedjax_pfl.engine.method import as_arrays
+from fedjax_pfl.engine.parts import parts
+from fedjax_pfl.engine.placement import lay_out
+from fedjax_pfl.engine.program import from_parts, set_up
 from fedjax_pfl.engine.sampling import shares
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
 from fedjax_pfl.types import (
     Algorithm,
     Array,
+    Context,
     Federation,
     Method,
     PyTree,
@@ -67,29 +71,30 @@ def scorer(
 
     method.__name__ = method_name(factory)  # of a functools.partial, too
     everybody = unseen._replace(participation=(1.0, 1.0))
-    setting = set_up(method, everybody, hparams, lr_decay)
-    on = from_parts(parts(setting, width=width, held=True), setting, devices=1)
+    setting = set_up(method, everybody, hparams, lr_decay=lr_decay)
+    layout = lay_out(setting.task, width)
+    on = from_parts(parts(setting, layout, held=True), setting)
 
     def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
         validate.number_of_clients(unseen, federation)
         wanted = jax.eval_shape(on.init, key, on.traced).method.server
         contract.check_like("The server must be that of this method", wanted, server)
-        traced = {name: jnp.asarray(value, float) for name, value in on.traced.items()}
+        context = Context(key, as_arrays(on.traced), federation, t)
 
         def after(rows: PyTree) -> RunState:
             return RunState(State(server, rows))
 
         def one(rows: PyTree, i: Array) -> tuple[PyTree, dict[str, Array]]:
-            state, known = on.round(
-                key, traced, federation, after(rows), t + i, i == rounds - 1
-            )
-            here = jnp.argsort(known.ids)[: unseen.num_clients]
-            found = {name: x[here] for name, x in known.post.items()}
+            here = context._replace(t=t + i)
+            state, known = on.round(here, after(rows), i == rounds - 1)
+            by_id = jnp.argsort(known.ids)[: unseen.num_clients]
+            found = {name: x[by_id] for name, x in known.post.items()}
             return state.method.clients, found
 
-        start = on.init(key, traced).method.clients
+        start = on.init(key, context.traced).method.clients
         rows, post = jax.lax.scan(one, start, jnp.arange(rounds))
-        found = on.evaluate(key, traced, federation, after(rows), t + rounds - 1)
+        last_round = context._replace(t=t + rounds - 1)
+        found = on.evaluate(last_round, after(rows))
         last = {name: x[-1] for name, x in post.items()}
         return {"unseen": found, "unseen_post": last}
 

@@ -213,11 +213,12 @@ def method(
     return found
 
 
-def layout(lr_decay: Any, width: Any, devices: Any) -> None:
-    """Raises InputError for a decay, width or number of devices out of range."""
+def layout(lr_decay: Any, width: Any, devices: Any, storage: Any) -> None:
+    """Raises InputError for a decay, a layout or a storage out of range."""
     check("lr_decay", lr_decay, 0, math.inf, open_low=True)
     check("width", width, 1, LARGEST, whole=True)
     check("devices", devices, 1, LARGEST, whole=True)
+    choose("storage", storage, ("device", "host"))
 
 
 def rounds(

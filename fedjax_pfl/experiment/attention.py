@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedjax_pfl.attention import grad_cam
-from fedjax_pfl.engine.program import BENIGN
+from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import clients
 from fedjax_pfl.experiment.build import build

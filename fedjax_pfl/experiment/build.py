@@ -35,7 +35,6 @@ from fedjax_pfl.data.sources import images, registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
-    host_state,
     placement,
     program as engine,
     unseen,
@@ -61,7 +60,7 @@ from fedjax_pfl.experiment.types import Experiment, Unseen
 from fedjax_pfl.models import MODELS, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
-from fedjax_pfl.types import Array, Federation, Model, PyTree, RunState, Task
+from fedjax_pfl.types import Context, Federation, Model, PyTree, RunState, Task
 from fedjax_pfl.uploads.attacks import chosen
 from fedjax_pfl.uploads.privacy import per_example
 
@@ -393,9 +392,9 @@ def make_program(
         options |= {"width": int(config.width), "devices": int(config.devices)}
     rule = rule_of(config.server)
     if rule is not None and schedule is not None:
-        return asynchronous.program(factory, task, rule, schedule, hparams, **options)
-    make = host_state.program if config.client_memory == "host" else simulate.program
-    return make(factory, task, hparams, **options)
+        options["clock"] = asynchronous.Arrivals(rule, schedule)
+    storage = config.client_memory
+    return simulate.program(factory, task, hparams, storage=storage, **options)
 
 
 def on_one_device(
@@ -411,11 +410,10 @@ def with_validation(
     """Returns the program that also scores validation examples, if there are any."""
     inner = program.evaluate
 
-    def evaluate(
-        key: Array, traced: Any, f: Federation, state: RunState, t: Array
-    ) -> Any:
-        held_out = inner(key, traced, f._replace(test=f.val), state, t)
-        found = inner(key, traced, f, state, t)
+    def evaluate(context: Context, state: RunState) -> Any:
+        f = context.federation
+        held_out = inner(context._replace(federation=f._replace(test=f.val)), state)
+        found = inner(context, state)
         return found | {VAL + name: values for name, values in held_out.items()}
 
     return program._replace(evaluate=evaluate) if partition.val_sizes.any() else program
@@ -432,14 +430,12 @@ def headline(
     usual = usual_headline(task, made)
     found = watched(config, usual)
     if found[0] not in (usual[0], *task.metrics):
-        key = jax.random.key(config.seed)
         # a program with state in host memory cannot be traced
         program = on_one_device(config, task, schedule)
-        traced = {name: jnp.float32(x) for name, x in program.traced.items()}
-        state = jax.eval_shape(program.init, key, traced, program.placement)
-        federation = federation._replace(placement=program.placement)
-        given = (key, traced, federation, state, np.int32(0))
-        names = jax.eval_shape(program.evaluate, *given)
+        context = program.context(jax.random.key(config.seed), federation)
+        start = context.key, context.traced, program.placement
+        state = jax.eval_shape(program.init, *start)
+        names = jax.eval_shape(program.evaluate, context, state)
         text.choose("score", found[0], names)
     return found
 

@@ -93,9 +93,9 @@ def of_client(
     factory = functools.wraps(inner)(factory)
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, hparams, **options)
-    given = (e.key, program.traced, e.federation, program.place(state), t, client, x)
+    given = (program.context(e.key, e.federation, t), program.place(state), client, x)
     with e.tracing():
-        return jax.device_get(jax.jit(program.predict, static_argnums=5)(*given))
+        return jax.device_get(jax.jit(program.predict, static_argnums=2)(*given))
 
 
 def write(path: str | Path, client: int | str, output: str | None = None) -> str:

@@ -21,7 +21,7 @@ import pandas as pd
 from fedjax_pfl import clock, hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
-from fedjax_pfl.engine.program import BENIGN
+from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets, standalone, text
 from fedjax_pfl.experiment.build import build, method, rebuilt

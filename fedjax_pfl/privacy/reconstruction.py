@@ -75,7 +75,7 @@ def sender(
     if task.epochs is None:
         raise InputError("A reconstruction needs a task with `epochs`.")
     task = task._replace(augment=None, participation=(1.0, 1.0))
-    setting = set_up(factory, task, hparams, lr_decay, uploads)
+    setting = set_up(factory, task, hparams, lr_decay=lr_decay, uploads=uploads)
     runner, traced = bound(setting)
 
     def send(key: Array, given: Traced, state: RunState, x: Array, y: Array) -> PyTree:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.engine import placement, program
+from fedjax_pfl.engine import parts, placement, program
 from fedjax_pfl.engine.frozen import with_frozen
-from fedjax_pfl.engine.method import Traced
 from fedjax_pfl.testing.synthetic import C, N, federation
 from fedjax_pfl.types import (
     Algorithm,
     Array,
+    Context,
     Examples,
     Federation,
     Method,
@@ -29,7 +29,7 @@ from fedjax_pfl.uploads.chain import Chain, Option
 # a cohort without client 2, and with a padded slot
 IDS = np.array([3, 0, 4, 1, N + 2], np.int32)
 ACTIVE = IDS < N
-Round = program.Round
+Round = parts.Round
 
 
 class ContractViolation(AssertionError):
@@ -44,9 +44,9 @@ class Subject(NamedTuple):
     federation: Federation
     traced: dict[str, Any]  # the traced hyperparameters, float32
     init: Callable[..., RunState]  # (key, traced) -> RunState, rows by client id
-    # (key, traced, federation, RunState, ids, active, t, evaluated)
+    # (context, RunState, ids, active, evaluated)
     round: Callable[..., tuple[RunState, Round]]
-    # (key, traced, federation, RunState, t) -> {name: [N]}
+    # (context, RunState) -> {name: [N]}
     evaluate: Callable[..., dict[str, Array]]
     start: RunState  # all clients have trained and differ
     uploads: Chain | Option | Upload | None = None  # options on uploads
@@ -71,38 +71,28 @@ def subject(
       start: the state in which the checks begin; default that after two rounds of
         everybody.
       uploads: options on uploads, as of `program.program`.
-      held: every mean is its default, as of `program.parts`.
+      held: every mean is its default, as of `parts.parts`.
     """
     setting = program.set_up(factory, task, uploads=uploads)
-    made = program.parts(setting, width=width, devices=devices, held=held)
+    layout = placement.lay_out(setting.task, width, devices)
+    made = parts.parts(setting, layout, held=held)
     traced = {name: np.float32(value) for name, value in made.traced.items()}
-    where = made.placement if len(task.models) > 1 else None
+    where = layout.placement if len(task.models) > 1 else None
     rows = placement.StateRows(task, where, 1)
 
     def round(
-        key: Array,
-        traced: Traced,
-        f: Federation,
-        state: RunState,
-        ids: Array,
-        active: Array,
-        t: Array,
-        evaluated: Array,
+        context: Context, state: RunState, ids: Array, active: Array, evaluated: Array
     ) -> tuple[RunState, Round]:
         if where is not None:
             ids, active = placement.arrange(task, where, ids, active, 1)
         state, at = rows.place(state), rows.of(ids)
-        here = state.with_rows(rows.gather(state.rows, at, made.lengths))
-        new, metrics = made.train(key, traced, f, here, ids, active, t, evaluated)
-        kept = rows.scatter(state.rows, at, new.rows, active, made.lengths)
+        here = state.with_rows(rows.gather(state.rows, at, layout.lengths))
+        new, metrics = made.train(context, here, ids, active, evaluated)
+        kept = rows.scatter(state.rows, at, new.rows, active, layout.lengths)
         return rows.unplace(new.with_rows(kept)), metrics
 
-    def evaluate(
-        key: Array, traced: Traced, f: Federation, state: RunState, t: Array
-    ) -> dict[str, Array]:
-        return made.score(
-            key, traced, f, state, jnp.arange(N, dtype=jnp.int32), t, (N,)
-        )
+    def evaluate(context: Context, state: RunState) -> dict[str, Array]:
+        return made.score(context, state, jnp.arange(N, dtype=jnp.int32), (N,))
 
     fill = Examples(
         jnp.zeros(task.prepared.shape[1:], task.prepared.dtype), jnp.int32(0)
@@ -156,7 +146,8 @@ def arguments(
     state = RunState(state) if isinstance(state, State) else state
     f = with_frozen(f, s.task)
     key = jax.random.key(7) if key is None else key
-    return key, traced, f, state, ids, active, np.int32(t), np.bool_(evaluated)
+    context = Context(key, traced, f, np.int32(t))
+    return context, state, ids, active, np.bool_(evaluated)
 
 
 def run(s: Subject, **changes: Any) -> tuple[RunState, Round]:
@@ -174,9 +165,8 @@ def evaluate(
     """The scores of all clients before round t, {name: [N]} on the host."""
     state, f = s.start if state is None else state, federation or s.federation
     f = with_frozen(f, s.task)
-    return jax.device_get(
-        s.evaluate(jax.random.key(7), s.traced, f, state, np.int32(t))
-    )
+    context = Context(jax.random.key(7), s.traced, f, np.int32(t))
+    return jax.device_get(s.evaluate(context, state))
 
 
 def filled(f: Federation) -> Federation:

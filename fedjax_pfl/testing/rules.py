@@ -18,7 +18,9 @@ import optax
 from jax.interpreters import partial_eval
 
 from fedjax_pfl import trees
-from fedjax_pfl.engine import method, program
+from fedjax_pfl.engine import method
+from fedjax_pfl.engine.parts import parts
+from fedjax_pfl.engine.program import set_up
 from fedjax_pfl.testing.networks import bn_stats, grouping, several_architectures
 from fedjax_pfl.testing.rounds import (
     ACTIVE,
@@ -38,6 +40,7 @@ from fedjax_pfl.testing.rounds import (
 from fedjax_pfl.testing.synthetic import SIZES, N, federation
 from fedjax_pfl.types import (
     Algorithm,
+    Context,
     Data,
     Federation,
     Method,
@@ -227,15 +230,12 @@ def held_out(s: Subject) -> None:
         )
 
     named = functools.wraps(s.factory)(factory)
-    score = program.parts(program.set_up(named, s.task)).score
+    score = parts(set_up(named, s.task)).score
     jax.eval_shape(
         functools.partial(score, lengths=(N,)),
-        jax.random.key(0),
-        s.traced,
-        f,
+        Context(jax.random.key(0), s.traced, f, 2),
         s.start,
         np.arange(N),
-        2,
     )
 
 
@@ -250,10 +250,14 @@ class _Closed:
 def key(s: Subject) -> None:
     """Every random draw depends on the key: another one gives another start and another
     round, and no function makes a key of its own."""
+    context, *rest = arguments(s)
     functions: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "init": (s.init, (s.traced,)),
-        "round": (s.round, arguments(s)[1:]),
-        "predict": (s.evaluate, (s.traced, s.federation, s.start, np.int32(2))),
+        "round": (lambda key, *x: s.round(context._replace(key=key), *x), tuple(rest)),
+        "predict": (
+            lambda key, state: s.evaluate(context._replace(key=key), state),
+            (s.start,),
+        ),
     }
     for name, (function, given) in functions.items():
         drawn = _primitives(jax.make_jaxpr(function)(jax.random.key(0), *given))
@@ -306,7 +310,7 @@ def dtype(s: Subject) -> None:
     decay = None if s.factory(s.task).excludes.get("optimizer") else 0.9
     momentum = lambda lr: optax.sgd(lr, decay)
     task = s.task._replace(models=tuple(map(low, s.task.models)), optimizer=momentum)
-    made = program.parts(program.set_up(s.factory, task))
+    made = parts(set_up(s.factory, task))
     before = jax.eval_shape(made.init, jax.random.key(0), s.traced)
     # refuses other types itself
     after, _ = jax.eval_shape(made.train, *arguments(s, state=before))

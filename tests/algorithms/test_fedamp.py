@@ -13,7 +13,7 @@ from toy import SIZES, C, N, assert_close, assert_same, each_bn_stats
 from fedjax_pfl.algorithms import fedamp as factory
 from fedjax_pfl.algorithms.fedamp import square_distances, weights
 from fedjax_pfl.trees import mixtures
-from fedjax_pfl.types import RunState, State
+from fedjax_pfl.types import Context, RunState, State
 
 KEY = jax.random.key(0)
 EVERY = np.arange(N)
@@ -281,7 +281,9 @@ def test_each_client_predicts_with_its_own_model():
     state, task, x = far_apart(), TASKS["mlp"], F.examples.x[:7]
     program = toy.program(factory, task, NEAR)
     predict = jax.jit(
-        lambda state, i: program.predict(KEY, program.traced, F, state, 0, i, x)
+        lambda state, i: program.predict(
+            Context(KEY, program.traced, F, 0), state, i, x
+        )
     )
     outputs = jax.jit(lambda w: task.model.apply(w, x)[0])
     for i in (0, 3):

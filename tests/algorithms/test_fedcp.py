@@ -26,7 +26,7 @@ from fedjax_pfl.algorithms.fedcp import (
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.keys import clients_key
 from fedjax_pfl.losses import VARIANCES, mmd
-from fedjax_pfl.types import Batch, RunState, State
+from fedjax_pfl.types import Batch, Context, RunState, State
 
 KEY = jax.random.key(0)
 TASK, NORM = toy.task(epochs=1), toy.task("norm", epochs=1)
@@ -112,7 +112,7 @@ def train(task=TASK, federation=None, rounds=2, begin=None, lr=0.1, **options):
     begin = init(KEY, numbers) if begin is None else begin
     state = begin
     for t in range(rounds):
-        state, metrics = step(KEY, numbers, f, state, jnp.int32(t))
+        state, metrics = step(Context(KEY, numbers, f, jnp.int32(t)), state)
     return begin, state, metrics
 
 
@@ -503,7 +503,9 @@ def test_a_prediction_is_the_personal_models(policy):
     }
     frozen = Frozen(server["body"], server["head"], jax.jit(client_vector)(own))
     x = f.examples.x[:6]
-    got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(2), 1, x)
+    got = jax.jit(program.predict)(
+        Context(KEY, program.traced, f, jnp.int32(2)), state, 1, x
+    )
     got, *alone = np.moveaxis(np.asarray(got), -1, 0)
     assert_close(got, forward(w, frozen, policy, key=key, x=x)[0])
     assert_close(sum(alone), got)  # the heads are linear, each with its bias

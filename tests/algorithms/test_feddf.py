@@ -14,6 +14,7 @@ from toy import SHAPE, SIZES, C, N, assert_close, assert_same
 from fedjax_pfl import models, trees
 from fedjax_pfl.algorithms import feddf
 from fedjax_pfl.models import nets
+from fedjax_pfl.types import Context
 
 MLP = toy.task()
 
@@ -132,7 +133,7 @@ def test_an_absent_architecture_learns_from_the_others():
     key, f = jax.random.key(2), toy.federation()
     state = program.init(key, program.traced)
     new, metrics = jax.jit(program.round)(
-        key, program.traced, f, state, jnp.int32(0), jnp.bool(False)
+        Context(key, program.traced, f, jnp.int32(0)), state, jnp.bool(False)
     )
     (present,) = np.asarray(MIXED.architecture)[metrics.ids[metrics.active]]
     assert trees_differ(new.server.trees[1 - present], state.server.trees[1 - present])

@@ -17,7 +17,7 @@ from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, m
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Context, State
 
 MLP = toy.task()
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
@@ -396,9 +396,11 @@ def test_the_warm_up_comes_before_round_0_only():
             {"passes": 0, "order": "code", "warmup_epochs": epochs},
         )
         begin = State({}, jax.tree.map(jnp.asarray, alone()))
-        args = jax.random.key(5), program.traced, toy.federation(), begin
-        run = jax.jit(lambda t: program.round(*args, t, jnp.bool(False))[0].clients)
-        return [run(jnp.int32(t)) for t in (0, 1)]
+        given = jax.random.key(5), program.traced, toy.federation()
+        run = jax.jit(
+            lambda t: program.round(Context(*given, t), begin, jnp.bool(False))[0]
+        )
+        return [run(jnp.int32(t)).clients for t in (0, 1)]
 
     (first, second), (plain, other) = after(2, 0), after(0, 0)
     assert trees_differ(first, plain)

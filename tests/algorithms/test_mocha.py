@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations, visits
 from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import State
+from fedjax_pfl.types import Context, State
 
 KEY = jax.random.key(0)
 # some clients have other than two classes: one-vs-rest
@@ -72,7 +72,7 @@ def compiled(case, relate_every):
     task, f = CASES[case]
     program = toy.program(factory, task, {"relate_every": relate_every})
     step = lambda numbers, state, t: program.round(
-        KEY, numbers, f, state, t, jnp.bool(False)
+        Context(KEY, numbers, f, t), state, jnp.bool(False)
     )
     return (
         jax.device_get(program.init(KEY, program.traced)),
@@ -264,8 +264,9 @@ def test_rounds_are_the_plain_loops(case):
     @jax.jit
     def step(key, state, ids, t):
         rows = State(state.server, trees.gather(state.clients, ids))
-        here = {"key": key, "round": t, "evaluated": jnp.bool(False), "width": 1}
-        new, _ = algorithm.round(KEY, rows, Cohort(f, task, ids, ids < n, **here))
+        context, no = Context(key, {}, f, t), jnp.bool(False)
+        cohort = Cohort(context, task, ids, ids < n, evaluated=no)
+        new, _ = algorithm.round(KEY, rows, cohort)
         return State(
             new.server, trees.scatter(state.clients, ids, new.clients, ids < n)
         )
@@ -310,7 +311,7 @@ def test_two_classes_are_predicted_by_a_sign():
     x = np.asarray(FEDERATION.examples.x[:5])
     predict = jax.jit(
         lambda state, i: program.predict(
-            KEY, program.traced, f, state, 0, i, jnp.asarray(x)
+            Context(KEY, program.traced, f, 0), state, i, jnp.asarray(x)
         )
     )
     for i, (low, high) in enumerate([(0, 1), (1, 2), (0, 2)]):

@@ -13,7 +13,7 @@ from toy import SIZES, assert_close, assert_same
 from fedjax_pfl import averaging, keys, losses
 from fedjax_pfl.algorithms import per_fedavg as factory
 from fedjax_pfl.algorithms.perfedavg import meta_gradient
-from fedjax_pfl.types import Batch
+from fedjax_pfl.types import Batch, Context
 
 KEY = jax.random.key(0)
 TASK = toy.task(epochs=1)
@@ -116,7 +116,9 @@ def test_evaluation_takes_one_step_and_leaves_no_trace(drop_last):
     )
     dz = oracle.by_logits(own.astype(np.float64) @ w["kernel"] + w["bias"], y)
     expected = x @ (w["kernel"] - 0.5 * own.T @ dz) + w["bias"] - 0.5 * dz.sum(axis=0)
-    got = jax.jit(program.predict)(KEY, program.traced, f, state, jnp.int32(0), 1, x)
+    got = jax.jit(program.predict)(
+        Context(KEY, program.traced, f, jnp.int32(0)), state, 1, x
+    )
     assert_close(got, expected, 1e-5)
     assert_same(state, copy)
 

@@ -16,7 +16,7 @@ from fedjax_pfl.algorithms import pfedc as factory
 from fedjax_pfl.algorithms.pfedc import class_groups, task_maps
 from fedjax_pfl.algorithms.pfedc.class_groups import branch_loss, gram, min_norm_weights
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Batch, Client, State
+from fedjax_pfl.types import Batch, Client, Context, State
 
 KEY = jax.random.key(0)
 TASK_LOSSES = ("class", "batch")
@@ -545,7 +545,7 @@ def test_a_stale_download_is_equation_7():
     for t in range(4):
         old = np.asarray(state.clients["head"]["kernel"])
         state, metrics = ROUND_OF_ANY_NUMBER(
-            KEY, numbers, f, state, jnp.int32(t), jnp.bool(False)
+            Context(KEY, numbers, f, jnp.int32(t)), state, jnp.bool(False)
         )
         here = np.asarray(metrics.ids)[np.asarray(metrics.active)]
         before = expected.copy()
@@ -593,11 +593,8 @@ def test_a_newcomer_begins_with_the_banks_branches_or_with_its_own():
 def test_a_round_that_happens_to_draw_everybody_is_one_of_full_participation():
     everybody = train(1, **STALE)
     args = (
-        KEY,
-        ANY_NUMBER.traced,
-        toy.federation(),
+        Context(KEY, ANY_NUMBER.traced, toy.federation(), jnp.int32(0)),
         everybody.begin,
-        jnp.int32(0),
         jnp.bool(True),
     )
     state, metrics = ROUND_OF_ANY_NUMBER(*args)

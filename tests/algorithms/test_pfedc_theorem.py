@@ -13,6 +13,7 @@ from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import build
 from fedjax_pfl.models import model, nets
+from fedjax_pfl.types import Context
 
 N, ROWS, K, C, MU, BATCH, ROUNDS, SEEDS = 4, 32, 3, 3, 0.5, 4, 400, 8
 OWN = [(0, 1), (1, 2), (0, 2), (0, 1, 2)]  # classes of each client
@@ -110,7 +111,9 @@ def test_the_branches_of_a_convex_problem_approach_their_optimum_as_1_over_t():
         def one(state, t):
             lr = gamma + 1 + t * STEPS
             state, _ = program.round(
-                key, program.traced | {"lr": lr}, federation, state, t, jnp.bool(False)
+                Context(key, program.traced | {"lr": lr}, federation, t),
+                state,
+                jnp.bool(False),
             )
             return state, state.server["head"]
 

@@ -15,6 +15,7 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config, results
 from fedjax_pfl.experiment.build import method
 from fedjax_pfl.experiment.upload_options import options, with_malicious
+from fedjax_pfl.types import Context
 from fedjax_pfl.uploads.privacy import guarantee
 
 
@@ -34,7 +35,7 @@ def round_of(given):
     program = simulate.program(factory, task, hparams, **more)
     key, t, known = jax.random.key(0), jnp.int32(1), jnp.bool(True)
     state = jax.eval_shape(program.init, key, program.traced)
-    arguments = (key, program.traced, toy.federation(), state, t, known)
+    arguments = (Context(key, program.traced, toy.federation(), t), state, known)
     return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(program.round)(*arguments)))
 
 
