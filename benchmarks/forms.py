@@ -17,7 +17,6 @@ from absl import flags
 
 from benchmarks import report, setting
 from benchmarks.runner import Runner
-from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 
 FLAGS = flags.FLAGS
@@ -25,12 +24,12 @@ FLAGS = flags.FLAGS
 
 def compiled(form: str, width: int, loop: str) -> Runner:
     """One variant, compiled and run once."""
-    with local_training.loop(loop):
-        given = setting.build(
-            FLAGS.model, conv=form, clients=FLAGS.clients, each=FLAGS.each
-        )
-        run = Runner(ALGORITHMS[FLAGS.algo], *given, width, 1)
-        run()
+    task, federation = setting.build(
+        FLAGS.model, conv=form, clients=FLAGS.clients, each=FLAGS.each
+    )
+    task = task._replace(loop=loop)
+    run = Runner(ALGORITHMS[FLAGS.algo], task, federation, width, 1)
+    run()
     return run
 
 

@@ -1,11 +1,9 @@
 """One client's training: shuffling, batching, masks, steps. The only file that scans
 over batches."""
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +12,21 @@ import optax
 from chex import Numeric
 
 from fedjax_pfl import keys, losses, trees
-from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.errors import InputError, moved
 from fedjax_pfl.kernels.platform import platform
 from fedjax_pfl.types import Array, Batch, Client, Data, PyTree, Task, Work
 
 T = TypeVar("T")
-LOOPS = ("dynamic", "static")  # trip counts
+# Trip counts. With dynamic a client passes over its own batches. With static it passes
+# over as many as the largest client and masks those after its own, so that the trip
+# count of an epoch is a constant of the program; work in steps, or in epochs of a
+# client's own choice, remains dynamic. With bounded every loop has the static length of
+# the largest client and superfluous steps are discarded: it has a reverse mode. The
+# results are the same.
+LOOPS = ("dynamic", "static", "bounded")
 SCOPE = "loop_over_batches"  # in the names of a trace, see `engine.flops`
 # likewise: what the server computes, though a client's function may have it
 ON_SERVER = "on_server"
-_BOUNDED = contextvars.ContextVar("bounded", default=False)
-_LOOP = contextvars.ContextVar("loop", default="dynamic")
 # (variables, batch, key) -> loss [], new stats (, aux)
 Loss = Callable[
     [PyTree, Batch, Array], tuple[Array, PyTree] | tuple[Array, PyTree, PyTree]
@@ -92,18 +94,18 @@ def _copied_rows_of_clients(
     return rows.reshape(*index.shape, *x.shape[1:]), True
 
 
-def shares_loop() -> bool:
+def shares_loop(kind: str) -> bool:
     """Returns True if the clients of a batch share one trip count, their largest.
 
     A loop whose condition differs between clients copies its carry in every turn, on an
     accelerator all weights. On a CPU small networks only are batched.
     """
-    return platform() != "cpu" or _LOOP.get() == "static"
+    return platform() != "cpu" or kind == "static"
 
 
-def trips(count: Any) -> Any:
+def trips(count: Any, kind: str = "dynamic") -> Any:
     """Returns the trip count of a loop: the client's, or the largest of its batch."""
-    return _largest(jnp.asarray(count)) if shares_loop() else count
+    return _largest(jnp.asarray(count)) if shares_loop(kind) else count
 
 
 @jax.custom_batching.custom_vmap
@@ -199,7 +201,7 @@ def steps(
     batches, each comes from an order of its own, the first from the same as if it were
     alone: they are drawn independently, have the same number of valid rows, and may
     share rows (all of them where n <= B). The trip count is dynamic by default (see
-    `loop`): a client takes exactly its own steps. Where clients share the loop
+    `LOOPS`): a client takes exactly its own steps. Where clients share the loop
     (`shares_loop`) batches of padding only follow a client's own, with masks that are
     False.
 
@@ -212,12 +214,12 @@ def steps(
     Returns:
       (carry, the mean of aux over the steps, the number of steps [] int32).
     """
-    shared, length = shares_loop(), data.index.shape[0]
+    shared, length = shares_loop(data.loop), data.index.shape[0]
     size = batch_size if rows is None else rows
     per_epoch, total = _counts(data, size, epochs, steps, drop_last, limit)
     padding = -length % batch_size if rows is None else batch_size
     planned = isinstance(epochs, int) and steps is None and limit is None
-    static = _LOOP.get() == "static" and planned and rows is None
+    static = data.loop == "static" and planned and rows is None
     most = -(-length // batch_size)  # of the largest client
     passes: Any = (
         epochs
@@ -255,7 +257,7 @@ def steps(
         orders = shuffled(e)
         count = jnp.minimum(per_epoch, total - e * per_epoch)
         first = (*loop, count > 0)
-        turns = most if static else trips(count)
+        turns = most if static else trips(count, data.loop)
         return jax.lax.fori_loop(
             0, turns, lambda s, loop: one(e, orders, count, s, loop), first
         )[:2]
@@ -272,48 +274,14 @@ def steps(
         return trees.choose(i < total, new, loop), None
 
     with jax.named_scope(SCOPE):
-        if _BOUNDED.get():
+        if data.loop == "bounded":
             most = _most(length, batch_size, epochs, steps, data)
             carry, sums = jax.lax.scan(turn, (carry, sums), jnp.arange(most))[0]
         else:
             carry, sums = jax.lax.fori_loop(
-                0, passes if static else trips(passes), epoch, (carry, sums)
+                0, passes if static else trips(passes, data.loop), epoch, (carry, sums)
             )
     return carry, jax.tree.map(lambda x: x / jnp.maximum(total, 1), sums), total
-
-
-@contextlib.contextmanager
-def loop(kind: str) -> Iterator[None]:
-    """Sets the trip counts of what is traced within the context.
-
-    Args:
-      kind: `dynamic`, or `static`: every client passes over as many batches as the
-        largest one and masks those after its own, so that the trip count of an epoch
-        is a constant of the program. Work in steps, or in epochs of a client's own
-        choice, remains dynamic. The results are the same.
-
-    Raises:
-      InputError: for another kind.
-    """
-    token = _LOOP.set(choose("loop", kind, LOOPS))
-    try:
-        yield
-    finally:
-        _LOOP.reset(token)
-
-
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Makes what is traced within the context differentiable in reverse mode.
-
-    Loops over batches then have the static trip count of the largest client, and a
-    client's superfluous steps are discarded. The results are the same.
-    """
-    token = _BOUNDED.set(True)
-    try:
-        yield
-    finally:
-        _BOUNDED.reset(token)
 
 
 def _most(length: int, batch_size: int, epochs: Any, steps: Any, data: Data) -> int:
@@ -571,16 +539,17 @@ def fold(data: Data, function: Callable[[T, Batch], T], carry: T, batch_size: in
     def one(s: Array, carry: T) -> T:
         (batch,) = _batches(data, [order], s * batch_size, batch_size)
         new = function(carry, batch)
-        return trees.choose(s < count, new, carry) if shares_loop() else new
+        return trees.choose(s < count, new, carry) if shares_loop(data.loop) else new
 
     def turn(carry: T, s: Array) -> tuple[T, None]:
         return trees.choose(s < count, one(s, carry), carry), None
 
     with jax.named_scope(SCOPE):
-        if _BOUNDED.get():
+        if data.loop == "bounded":
             every = jnp.arange(len(order) // batch_size)
             return jax.lax.scan(turn, carry, every)[0]
-        turns = len(order) // batch_size if _LOOP.get() == "static" else trips(count)
+        static = len(order) // batch_size
+        turns = static if data.loop == "static" else trips(count, data.loop)
         return jax.lax.fori_loop(0, turns, one, carry)
 
 
@@ -634,3 +603,10 @@ def collect(
 
     kept = jnp.zeros((length, width), jnp.float32)
     return fold(data, write, (kept, jnp.full(length, -1, jnp.int32)), batch_size)
+
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = moved(
+        __name__,
+        {"bounded": 'task(..., loop="bounded")', "loop": 'task(..., loop="static")'},
+    )

@@ -86,6 +86,7 @@ class Data(NamedTuple):
     mask_fill: Examples | None = None
     # of training examples, as of `Task.work`
     work: "Work | None" = None
+    loop: str = "dynamic"  # as of `Task`
 
 
 class Work(NamedTuple):
@@ -202,6 +203,8 @@ class Task(NamedTuple):
     # share of the clients in a round, drawn from [low, high]
     participation: tuple[float, float] = (1.0, 1.0)
     drop_last: bool = False  # drop the short last batch, to copy a paper that did
+    # trip counts of loops over batches, one of `local_training.LOOPS`
+    loop: str = "dynamic"
     # (key, x) -> x, on training batches
     augment: Callable[[Array, Array], Array] | None = None
     # (logits [B, C], y, mask [B]) -> [], a mean over valid rows; None: cross entropy

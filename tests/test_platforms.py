@@ -87,23 +87,21 @@ def test_step_after_a_clients_last_changes_nothing():
 def test_static_loops_give_the_same_results():
     with on("gpu"):
         expected = one_round("fedavg", WIDTH, epochs=2)
-        with local_training.loop("static"):
-            found = one_round("fedavg", WIDTH, epochs=2)
+        found = one_round("fedavg", WIDTH, epochs=2, loop="static")
     toy.assert_close(found, expected, 1e-6)
 
 
 def test_static_loops_have_no_condition_on_data():
-    program = toy.program("fedavg", toy.task(epochs=2), width=WIDTH)
-    state = program.init(jax.random.key(5), program.traced)
-    context = Context(jax.random.key(0), program.traced, toy.federation(), np.int32(0))
     count = {}
     for kind in local_training.LOOPS:
-        with on("gpu"), local_training.loop(kind):
-            traced = jax.make_jaxpr(lambda *x: program.round(*x))(
-                context, state, np.bool_(True)
-            )
+        program = toy.program("fedavg", toy.task(epochs=2, loop=kind), width=WIDTH)
+        state = program.init(jax.random.key(5), program.traced)
+        context = program.context(jax.random.key(0), toy.federation())
+        with on("gpu"):
+            traced = jax.make_jaxpr(program.round)(context, state, np.bool_(True))
         count[kind] = str(traced).count("while[")
     assert count["static"] < count["dynamic"]
+    assert count["bounded"] == 0
 
 
 def test_compiler_chooses_the_layout_of_examples(monkeypatch):

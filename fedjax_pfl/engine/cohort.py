@@ -265,13 +265,13 @@ class Cohort:
         self, f: Federation, id: Array, active: Array, phase: int | None, group: int
     ) -> Client:
         row = jnp.minimum(id, f.train.size.shape[0] - 1)
-        prepare = self._task.prepare
+        prepare, loop = self._task.prepare, self._task.loop
 
         def data(rows: Subset) -> Data:
             # the first axis is empty where no client has examples in this split
             index = rows.index[row] if rows.index.shape[1] else jnp.zeros(1, jnp.int32)
             size = jnp.where(active, rows.size[row], 0)
-            return Data(f.examples, index, size, prepare, f.mask_fill)
+            return Data(f.examples, index, size, prepare, f.mask_fill, None, loop)
 
         key = None
         if phase is not None:
@@ -409,4 +409,4 @@ def _public(federation: Federation, task: Task, active: Array) -> Data | None:
     size = jnp.where(active, count, 0).astype(jnp.int32)
     prepare = task.prepare_public or task.prepare
     rows = jnp.arange(count, dtype=jnp.int32)
-    return Data(pool, rows, size, prepare, federation.mask_fill)
+    return Data(pool, rows, size, prepare, federation.mask_fill, None, task.loop)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import hyperparameters, user_code
+from fedjax_pfl import hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract
@@ -44,6 +44,7 @@ def task(given: Task) -> Task:
             f"index of one of the {len(given.models)} models, and use all of them."
         )
     choose("bn_stats", given.bn_stats, BN_STATS)
+    choose("loop", given.loop, local_training.LOOPS)
     check("lr", given.lr, 0, math.inf, open_low=True)
     check("batch_size", given.batch_size, 1, LARGEST, whole=True)
     if (given.epochs is None) == (given.steps is None):

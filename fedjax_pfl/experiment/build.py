@@ -344,6 +344,7 @@ def make_task(
         participation=config.server.participants,
         augment=images.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
+        loop=config.loop,
         per_example=rule,
         metrics=tuple(x for x in config.metrics.split(",") if x != "acc"),
         **local_work(config.local, config.rounds, counts),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import local_training, simulate, trees
+from fedjax_pfl import simulate, trees
 from fedjax_pfl.data import datasets
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.preparation import Preparation
@@ -79,13 +79,10 @@ class Trained:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Sets `matmul_precision` and `loop` for the programs traced in the context."""
+        """Sets `matmul_precision` for the programs traced in the context."""
         wanted = self.config.matmul_precision
         precision = None if wanted == "default" else wanted
-        with (
-            jax.default_matmul_precision(precision),
-            local_training.loop(self.config.loop),
-        ):
+        with jax.default_matmul_precision(precision):
             yield
 
     @functools.cached_property

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_pfl import architectures, keys, local_training, trees
+from fedjax_pfl import architectures, keys, trees
 from fedjax_pfl.engine import averaged
 from fedjax_pfl.engine.method import Traced, bound
 from fedjax_pfl.engine.program import set_up
@@ -74,7 +74,8 @@ def sender(
     """
     if task.epochs is None:
         raise InputError("A reconstruction needs a task with `epochs`.")
-    task = task._replace(augment=None, participation=(1.0, 1.0))
+    # which has a reverse mode
+    task = task._replace(augment=None, participation=(1.0, 1.0), loop="bounded")
     setting = set_up(factory, task, hparams, lr_decay=lr_decay, uploads=uploads)
     runner, traced = bound(setting)
 
@@ -93,9 +94,8 @@ def sender(
             stream = keys.fold(key, keys.Round.SERVER)
             common, each = run.method.start(stream, state.method.server, alone)
             more = common, trees.gather(each, 0)
-        with local_training.bounded():
-            rows = trees.gather(state.rows, 0)
-            upload, _ = averaged.work(run, alone, c, state, rows, (), *more)
+        rows = trees.gather(state.rows, 0)
+        upload, _ = averaged.work(run, alone, c, state, rows, (), *more)
         found = upload.tree if isinstance(upload, Own) else upload
         default = architectures.select(run.method.default(state.method.server), 0)
         (update, new), (_, old) = map(averaged.divided, (found, default))
@@ -127,7 +127,7 @@ def _client(task: Task, key: Array, x: Array, y: Array, t: int) -> Client:
     count = x.shape[0]
     rows = jnp.arange(count, dtype=jnp.int32)
     prepare = lambda i: x[i]
-    train = Data(Examples(rows, y), rows, jnp.int32(count), prepare)
+    train = Data(Examples(rows, y), rows, jnp.int32(count), prepare, loop=task.loop)
     none = train._replace(size=jnp.int32(0))
     counts = jnp.sum(jax.nn.one_hot(y, task.num_classes, dtype=jnp.int32), axis=0)
     model, id = task.models[0], jnp.int32(0)
