@@ -307,7 +307,7 @@ def test_state_is_float32_in_programs_of_64_bits(method):
         round, (new, _) = jax.make_jaxpr(program.round, return_shape=True)(
             Context(key, program.traced, f, 0), state, True
         )
-        jax.eval_shape(program.evaluate, key, program.traced, f, new, 1)
+        jax.eval_shape(program.evaluate, Context(key, program.traced, f, 1), new)
         drawn = f"{init}{round}"
         assert "bit_width=32" in drawn and "bit_width=64" not in drawn
     assert new == state
