@@ -29,6 +29,9 @@ def test_import_does_not_start_jax():
         ("from fedjax_pfl.privacy import robust", "uploads.robust"),
         ("from fedjax_pfl.uploads import Through", "an Upload"),
         ("from fedjax_pfl.traffic import uploads", "both_ways"),
+        ("from fedjax_pfl.engine import host_state", 'storage="host"'),
+        ("from fedjax_pfl.engine.asynchronous import program", "clock=asynchronous"),
+        ("from fedjax_pfl.local_training import bounded", 'loop="bounded"'),
     ],
 )
 def test_a_name_that_has_gone_names_the_new_call(line, call):
