@@ -64,7 +64,7 @@ class Federation(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a function of a run computes with, beside the state."""
+    """The arguments of a run's functions but for its state."""
 
     key: Array  # of the run
     traced: dict[str, Any]  # the traced numbers by name, []

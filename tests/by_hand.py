@@ -14,8 +14,7 @@ import toy
 
 from fedjax_pfl import keys, local_training
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.engine.cohort import Cohort
-from fedjax_pfl.types import Context, State
+from fedjax_pfl.types import State
 
 TASK, LR = toy.task(), 0.1
 F = oracle.federation()
@@ -32,8 +31,7 @@ def _compiled(method, static):
 
     @jax.jit
     def step(key, state, active, t, values):
-        context = Context(key, {}, F, t)
-        cohort = Cohort(context, TASK, IDS, active, evaluated=jnp.bool(False))
+        cohort = toy.cohort(TASK, IDS, active, F, key, t)
         new, metrics = toy.round_of(make(values), TASK)(key, state, cohort)
         rows = jax.tree.map(
             lambda a, b: jnp.where(active.reshape(-1, *[1] * (a.ndim - 1)), a, b),

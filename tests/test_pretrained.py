@@ -374,7 +374,7 @@ def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
     assert found.config["model"] == f"pretrained:{folder}"
     scores = found.metrics["pre/perplexity"]
     np.testing.assert_allclose(scores.iloc[0], len(VOCABULARY), rtol=1e-5)
-    argv = [f"{tmp_path}/run", "--client=1", "--peft"]
+    argv = [f"{tmp_path}/run", "--client=bob", "--peft"]
     if "lora" not in flag:
         assert scores.iloc[-1] < 4.9
         assert run(*argv, command=export.main) == 2

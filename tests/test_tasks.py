@@ -13,7 +13,6 @@ import toy
 from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedc import task_maps
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Context, Examples, Federation, State, Subset, Task
 
@@ -113,7 +112,8 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     state = jax.eval_shape(program.init, key, numbers)
     assert state.server["head"]["kernel"].shape == (6, logits)
     wanted = jax.ShapeDtypeStruct((), jnp.bool)
-    new, metrics = jax.eval_shape(program.round, key, numbers, f, state, t, wanted)
+    context = Context(key, numbers, f, t)
+    new, metrics = jax.eval_shape(program.round, context, state, wanted)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
@@ -122,9 +122,7 @@ def test_the_tasks_of_a_hundred_classes(spec, count, head, logits):
     }
     client = jax.ShapeDtypeStruct((), jnp.int32)
     x = jax.ShapeDtypeStruct((3, 6), jnp.float32)
-    assert jax.eval_shape(
-        program.predict, key, numbers, f, state, t, client, x
-    ).shape == (3, 100)
+    assert jax.eval_shape(program.predict, context, state, client, x).shape == (3, 100)
 
 
 def shapes(num_classes: int, num_clients: int = 20, length: int = 30) -> Federation:
@@ -258,8 +256,7 @@ def one_client():
 
     @jax.jit
     def run(key, f, state, ids):
-        context, no = Context(key, {}, f, jnp.int32(4)), jnp.bool(False)
-        cohort = Cohort(context, task, ids, ids >= 0, evaluated=no)
+        cohort = toy.cohort(task, ids, ids >= 0, f, key, jnp.int32(4))
         return toy.round_of(ALGORITHMS["pfedc"](task), task)(key, state, cohort)[
             0
         ].server["head"]["kernel"]

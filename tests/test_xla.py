@@ -23,13 +23,9 @@ def test_no_local_step_copies_the_weights():
         toy.C,
     )
     program = toy.program(ALGORITHMS["local"], toy.task(model=net), width=1)
-    given = (jax.random.key(0), program.traced, toy.federation())
-    args = (
-        *given,
-        jax.eval_shape(program.init, *given[:2]),
-        jnp.int32(0),
-        jnp.bool(False),
-    )
+    context = program.context(jax.random.key(0), toy.federation())
+    state = jax.eval_shape(program.init, context.key, context.traced)
+    args = context, state, jnp.bool(False)
 
     def copies(**options):
         """Counts copies of the second layer's weights, inside loops and outside."""

@@ -188,8 +188,15 @@ def cohort(
     given = {"evaluated": jnp.bool(False)} | more
     given["layout"] = Layout((len(ids),), width)
     key = jax.random.key(0) if key is None else key
-    context = Context(key, {}, federation() if f is None else f, jnp.int32(t))
-    return Cohort(context, task, ids, here, **given)
+    context = Context(key, {}, federation() if f is None else f, jnp.asarray(t))
+    return keyed(Cohort(context, task, ids, here, **given), key)
+
+
+def keyed(cohort: Cohort, key) -> Cohort:
+    """Returns the cohort with `key` as the parent of its clients' keys, as tests by
+    hand have it."""
+    cohort._key = key
+    return cohort
 
 
 def round_of(made: Algorithm | Method, given: Task | None = None):

@@ -109,8 +109,8 @@ def program(
       width: clients per vmapped batch on each device.
       devices: devices that share the clients of a round (`xla.split_cpu` makes several
         of a CPU).
-      storage: where the rows of State.clients are; on the host rounds overwrite them in
-        place, and no function can be traced.
+      storage: memory of the rows of State.clients; those on the host are overwritten by
+        each round, and no function can be traced.
       clock: None: synchronous rounds; else `asynchronous.Arrivals`.
       checked: traces one round on shapes alone, to find a method's mistakes early.
       options: `lr_decay`, `uploads` and `server`, as in `set_up`.
@@ -191,6 +191,8 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
     def round(
         context: Context, state: RunState, evaluated: Array
     ) -> tuple[RunState, Round]:
+        if host is not None:
+            host.check(state)
         context, state, evaluated = free(mesh, context, state, evaluated)
         kept = storage(context.federation.placement)
 
@@ -207,6 +209,8 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
         return kept.write(state, new, ids, active), known
 
     def evaluate(context: Context, state: RunState) -> dict[str, Array]:
+        if host is not None:
+            host.check(state)
         context, state = free(mesh, context, state)
         return of_all(on.score, context, state)
 
@@ -240,7 +244,7 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
         return storage(where).place(state)
 
     # the placement is an argument: other partitions need no new compilation
-    placed = jax.jit(place) if host is None else place
+    placed = place if host is not None else jax.jit(place)
     return Program(
         on.traced,
         init,

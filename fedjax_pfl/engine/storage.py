@@ -147,6 +147,10 @@ class OnHost:
             jax.tree.map(functools.partial(_fill, first), rows, block)
         return jax.device_put(server, self._everywhere).with_rows(rows)
 
+    def check(self, state: RunState) -> None:
+        """Raises InputError unless a state is like the first one."""
+        validate.state(state, self._like)
+
     def place(self, state: RunState) -> RunState:
         """Copies the rows to host memory, and the rest to the devices."""
         rows = jax.tree.map(np.array, state.rows)
@@ -159,7 +163,6 @@ class OnHost:
 
     def read(self, state: RunState, ids: Array, lengths: tuple[int, ...]) -> RunState:
         """Copies the rows of these clients to the devices."""
-        validate.state(state, self._like)
         known = np.minimum(ids, self._task.num_clients - 1)
 
         def inside(g: int, x: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ import toy
 from fedjax_pfl import keys, local_training, models, trees
 from fedjax_pfl.algorithms import mocha as factory
 from fedjax_pfl.algorithms.mocha import relations, visits
-from fedjax_pfl.engine.cohort import Cohort
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Context, State
 
@@ -264,8 +263,7 @@ def test_rounds_are_the_plain_loops(case):
     @jax.jit
     def step(key, state, ids, t):
         rows = State(state.server, trees.gather(state.clients, ids))
-        context, no = Context(key, {}, f, t), jnp.bool(False)
-        cohort = Cohort(context, task, ids, ids < n, evaluated=no)
+        cohort = toy.cohort(task, ids, ids < n, f, key, t)
         new, _ = algorithm.round(KEY, rows, cohort)
         return State(
             new.server, trees.scatter(state.clients, ids, new.clients, ids < n)

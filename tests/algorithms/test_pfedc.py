@@ -492,7 +492,7 @@ def test_every_head_learns(head):
     program, f = toy.program(factory, TASK, {"head": head, **PAIRS}), toy.federation()
     t = jnp.int32(10)
     outputs = jax.eval_shape(
-        program.predict, KEY, program.traced, f, run.state, t, 1, f.examples.x[:3]
+        program.predict, program.context(KEY, f, t), run.state, 1, f.examples.x[:3]
     )
     assert outputs.shape == (3, C)
 
