@@ -100,7 +100,7 @@ class Trained:
     @functools.cached_property
     def _predict(self) -> Callable[..., PyTree]:
         # of several architectures the client's is static
-        static = 5 if len(self.task.models) > 1 else ()
+        static = 2 if len(self.task.models) > 1 else ()
         return jax.jit(self.alone.predict, static_argnums=static)
 
     def inputs(self, rows: Any) -> np.ndarray:
@@ -128,8 +128,8 @@ class Trained:
           client: its number, its name, or "#3" for number 3.
         """
         id = clients.index(self.names, client)
-        placed, here = self.alone.place(state), jnp.int32(t)
-        given = (self.key, self.traced, self.federation, placed, here, id)
+        context = self.alone.context(self.key, self.federation, t)
+        given = (context, self.alone.place(state), id)
 
         def run(rows: Any) -> PyTree:
             with self.tracing():
