@@ -240,11 +240,11 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
         own = kept.read(state, ids, lengths).method.clients
         return jax.tree.map(lambda x: x[0], alone.map(client, own))
 
-    def place(state: RunState, where: Placement | None = None) -> RunState:
+    def arranged(state: RunState, where: Placement | None = None) -> RunState:
         return storage(where).place(state)
 
     # the placement is an argument: other partitions need no new compilation
-    placed = place if host is not None else jax.jit(place)
+    placed = arranged if host is not None else jax.jit(arranged)
     return Program(
         on.traced,
         init,
