@@ -92,7 +92,7 @@ def mixture(alpha: Array, w: PyTree, i: Array, layer: PyTree) -> PyTree:
 def pfedla(
     task: Task,
     *,
-    hyper_lr: Annotated[float, Ge(0)] = 0.005,
+    hyper_lr: Annotated[float, Ge(0)] = 50.0,
     embedding: Annotated[int, Interval(ge=1, le=10_000)] = 100,
     hidden: Annotated[int, Interval(ge=1, le=10_000)] = 100,
 ) -> Algorithm:
@@ -100,15 +100,17 @@ def pfedla(
     takes the change w_i - w'_i back to psi_i and v_i by the chain rule.
 
     Args:
-      hyper_lr: step size of hypernetworks and embeddings (η) in [0, inf); 0.005 as in
-        KarhouTam/pFedLA, at which `self_weight` hardly leaves 1/N.
-      embedding: length of an embedding in [1, 10000]; 100 as there.
+      hyper_lr: step size of hypernetworks and embeddings (η) in [0, inf); 50.
+        KarhouTam/pFedLA has 0.005, at which `self_weight` remains 1/N and the method
+        is uniform averaging.
+      embedding: length of an embedding in [1, 10000]; 100 as in KarhouTam/pFedLA.
       hidden: width of a hypernetwork in [1, 10000]; 100 as there.
 
     Note:
       The authors published no code; KarhouTam/pFedLA is of another author. The models
       of the clients before the round are mixed; there one client trains after another,
-      and the step of the hypernetwork has the other sign. `self_weight` is the client's
+      all begin at different models, and the step of the hypernetwork has the other
+      sign. `self_weight` is the client's
       alpha_ii, the mean over the layers. Layers are modules, there tensors. Clients
       that have not trained do not contribute. Running statistics are mixed as the
       body's layer. HeurpFedLA is not built.

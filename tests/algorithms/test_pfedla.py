@@ -101,3 +101,12 @@ def test_two_rounds_by_hand():
             for a, b in parts:
                 np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
     assert np.abs(nets[1].v - Hyper(by_hand.row(states[0], 1, "hyper")).v).max() > 1e-3
+
+
+def test_the_default_rate_moves_the_weights():
+    """At 0.005 those of the second round, after which all models count, remain."""
+    task, moved = toy.task(), []
+    for rate in ({}, {"hyper_lr": 0.005}):
+        found = toy.train("pfedla", task, 8, **rate).metrics.clients["self_weight"]
+        moved.append(np.abs(found[-1] - found[1]).max())
+    assert moved[0] > 0.1 and moved[1] < 0.01
