@@ -104,12 +104,13 @@ def pfedfda(
 
     Note:
       Features are those of the trained body, in the authors' code those of the training
-      steps. A prediction takes the global mean of a class with two examples or fewer,
-      as there. The folds alternate
-      over the rows of a class, and beta is searched on a grid of 1/64 instead of by
-      L-BFGS. Classes with a single example are left out of the folds; a client with no
-      other class has beta = 0. Before a prediction, beta and the Gaussians are
-      estimated on the received body. The model's own head is not used.
+      steps. A prediction, after training too, takes the global mean of a class with two
+      examples or fewer; what is sent takes that of a class without examples, as there.
+      The folds alternate over the rows of a class, and beta is searched on a grid of
+      1/64 instead of by L-BFGS. Classes with a single example are left out of the
+      folds; a client with no other class has beta = 0. Before a prediction, beta and
+      the Gaussians are estimated on the received body. The model's own head is not
+      used.
     """
     model, split = task.model, averaging.split(task)
     sgd, batch_size = local_training.bind(task), evaluation.pass_size(task.sizes)
@@ -132,9 +133,8 @@ def pfedfda(
         share = c.class_counts / jnp.maximum(c.train.size, 1) + eps
         return share / jnp.sum(share)
 
-    def adapted(c, w, server, least):
-        # The Gaussians of the client, of classes with more than `least` examples, and
-        # beta [2].
+    def adapted(c, w, server):
+        # The client's Gaussians to send and to predict with, and beta [2].
 
         def features(batch):
             return model.features(w, batch.x, mask=batch.mask, train=False)[0]
@@ -157,9 +157,9 @@ def pfedfda(
 
         beta = jnp.where(jnp.any(use), search(loss), 0)
         found = estimate(h, y, y >= 0, ridge, other.mean)
-        enough = (c.class_counts > least)[None]
-        found = found._replace(mean=jnp.where(enough, found.mean, other.mean))
-        return between(beta, found, other), beta
+        enough = (c.class_counts > FOLDS)[None]
+        scored = found._replace(mean=jnp.where(enough, found.mean, other.mean))
+        return between(beta, found, other), between(beta, scored, other), beta
 
     def predictor(c, w, g):
         head = classifier(g, prior(c), eps)
@@ -178,14 +178,14 @@ def pfedfda(
             return losses.of(task)(logits(head, h), batch.y, batch.mask), stats
 
         w, value = sgd(c, split.receive(server, own), loss=loss, train=("body",))
-        g, beta = adapted(c, w, server, 0)
+        g, scored, beta = adapted(c, w, server)
         shared, own = sent(w)
         metrics = {"beta_mean": beta[0], "beta_cov": beta[1]}
         upload = shared | {"gaussians": g}
-        return Update(upload, own, predictor(c, w, g), value, metrics)
+        return Update(upload, own, predictor(c, w, scored), value, metrics)
 
     def predict(server, own, c):
         w = split.receive(server, own)
-        return predictor(c, w, adapted(c, w, server, FOLDS)[0])
+        return predictor(c, w, adapted(c, w, server)[1])
 
     return averaging.from_client(init, client, predict, averages=("body",))

@@ -134,3 +134,19 @@ def test_a_prediction_takes_global_means_of_rare_classes():
         np.testing.assert_allclose(got[i], features(x) @ kernel + bias, atol=2e-3)
         rare += np.sum((count > 0) & (count <= 2))
     assert rare
+
+
+def test_scores_after_training_take_them_too():
+    """Without a step both predictions are the same."""
+    still = by_hand.TASK._replace(lr=0.0)
+    method = ALGORITHMS["pfedfda"](still, ridge=RIDGE, eps=EPS)
+    state = method.init(jax.random.key(1))
+    x = np.asarray(by_hand.F.examples.x[:3])
+    cohort = toy.cohort(still, range(5), f=by_hand.F)
+
+    def both(c, own):
+        before = method.predict(state.server, own, c)(x, None)
+        return before, method.client(c, state.server, own).predict(x, None)
+
+    before, after = jax.jit(lambda rows: cohort.map(both, rows))(state.clients)
+    np.testing.assert_allclose(before[:4], after[:4], atol=1e-5)
