@@ -7,8 +7,8 @@ A method is trained with every rate of RATES on seed 0; the accuracy on validati
 examples, a fifth of each client's training examples, chooses. The chosen rate is run
 with the other seeds; if one diverges, the next best rate is taken. Rows of finished
 methods are kept and new ones added to `experiments/results/leaderboard.json`, the rates
-to the presets' `tuned.json`. `python docs/result_pages.py` writes the page. Runs are
-resumed.
+to the presets' `tuned.json`. A row whose method has changed since has `stale`, what
+changed. `python docs/result_pages.py` writes the page. Runs are resumed.
 """
 
 import json
@@ -46,7 +46,8 @@ PUBLIC = {  # setting -> public examples of the methods that need them
     "cifar10": "cifar100:1000",
     "fashion_mnist": "mnist:1000",
 }
-MORE = {  # a network it can train; a warm-up shorter than the run
+MORE = {  # a network it can train; a first split or warm-up within the run
+    "cfl": ["--hparam=first=5"],
     "mocha": ["--model=linear"],
     "fedl2g": ["--hparam=warmup=1"],
 }

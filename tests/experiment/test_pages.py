@@ -57,3 +57,13 @@ def test_published_numbers_and_differences_stand_beside_the_measured():
     row = re.search(r"^\| FedCP \|.*89\.06 \(249\).*$", page, re.MULTILINE)[0]
     assert "91.30 ± 0.17" in row and "| -2.2 |" in row
     assert "rounds 250 of 2000" in page
+
+
+def test_rows_of_changed_methods_are_marked():
+    board = json.loads(generator.BOARD.read_text())
+    page = generator.pages()["leaderboard.md"]
+    rows = [pair for name in list(board)[1:] for pair in board[name].items()]
+    stale = [name for name, row in rows if "stale" in row]
+    assert sorted(re.findall(r"^\| `(\w+)` † \|", page, re.MULTILINE)) == sorted(stale)
+    assert all(f"\n* `{name}`: " in page for name in stale)
+    assert generator._stale({"digits": {"fedavg": {"lr": 0.1}}}) == []
