@@ -78,8 +78,9 @@ def apple(
         at the same ones (common, as in PFLlib).
 
     Note:
-      The authors' code has mu ||p_i - p_0||^2, which is this penalty at half their mu;
-      their core models have momentum 0.9, too, which is the task's optimizer here. The
+      The authors' code has mu ||p_i - p_0||^2, which is this penalty, the paper's, at
+      half their mu, and rounds `last` of the rounds down. Their core models have
+      momentum 0.9, too, which is the task's optimizer here. The
       gradient by p_ij is <grad F_i, w_j>, as in the paper; PFLlib takes means over
       the parameters, and a step size of w_i that is larger by N. The core models are
       the last uploads of all clients, and each client receives all of them. Running

@@ -72,11 +72,12 @@ def ccvr(
 
     Note:
       The authors published no code. The paper calibrates once, after all rounds, with
-      the features of all clients; here after every round, so that each evaluation sees
-      it, with those of the round's clients, which receive the averaged model a second
-      time. The covariance over all clients is the
-      unbiased one. A class with fewer than two examples has no virtual features.
-      `global_acc` scores the averaged head. Running the eigendecomposition costs C K^3.
+      the features of all clients. Here it is after every round, so that each evaluation
+      sees it, with the features of the round's clients: all clients under full
+      participation. They receive the averaged model a second time, which `traffic`
+      counts. The covariance over these clients is the unbiased one. A class with fewer
+      than two examples has no virtual features. `global_acc` scores the averaged head.
+      Running the eigendecomposition costs C K^3.
     """
     model, split = task.model, averaging.split(task)
     sgd, batch_size = local_training.bind(task), evaluation.pass_size(task.sizes)

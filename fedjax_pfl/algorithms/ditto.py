@@ -2,7 +2,7 @@
 model.
 
 Reference: Li et al., Ditto: fair and robust federated learning through personalization
-(ICML 2021), Algorithm 1.
+(ICML 2021), Algorithm 1; authors' code: litian96/ditto.
 """
 
 from typing import Annotated

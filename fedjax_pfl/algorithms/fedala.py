@@ -2,7 +2,7 @@
 move it to the global model's.
 
 Reference: Zhang et al., FedALA: adaptive local aggregation for personalized federated
-learning (AAAI 2023), Algorithm 1.
+learning (AAAI 2023), Algorithm 1; authors' code: TsingZ0/FedALA.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,8 @@
 by the similarity of the batch-norm statistics.
 
 Reference: Lu et al., Personalized federated learning with adaptive batchnorm for
-healthcare (IEEE Transactions on Big Data, 2022), the variant f-FedAP.
+healthcare (IEEE Transactions on Big Data, 2022), the variant f-FedAP; authors' code:
+microsoft/PersonalizedFL.
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 and bodies are weighted by their Fisher information.
 
 Reference: Yang et al., FedAS: bridging inconsistency in personalized federated learning
-(CVPR 2024).
+(CVPR 2024); authors' code: xiyuanyang45/FedAS.
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 with its client.
 
 Reference: Li et al., FedBN: federated learning on non-IID features via local batch
-normalization (ICLR 2021).
+normalization (ICLR 2021); authors' code: med-air/FedBN.
 """
 
 import jax

@@ -2,7 +2,8 @@
 clients only, the others over all.
 
 Reference: Wu et al., Bold but cautious: unlocking the potential of personalized
-federated learning through cautiously aggressive collaboration (ICCV 2023), Algorithm 1.
+federated learning through cautiously aggressive collaboration (ICCV 2023), Algorithm 1;
+authors' code: kxzxvbk/Fling.
 """
 
 from typing import Annotated

@@ -6,7 +6,8 @@ vector of the client; it sends r * h through the head received from the server a
 h, s = 1 - r, through the personal one.
 
 Reference: Zhang et al., FedCP: separating feature information for personalized
-federated learning via conditional policy (KDD 2023), Algorithm 1.
+federated learning via conditional policy (KDD 2023), Algorithm 1; authors' code:
+TsingZ0/FedCP.
 """
 
 import itertools

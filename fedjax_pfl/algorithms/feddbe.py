@@ -2,7 +2,7 @@
 mean features are drawn to a common mean.
 
 Reference: Zhang et al., Eliminating domain bias for federated learning in
-representation space (NeurIPS 2023), Algorithm 1.
+representation space (NeurIPS 2023), Algorithm 1; authors' code: TsingZ0/DBE.
 """
 
 from typing import Annotated

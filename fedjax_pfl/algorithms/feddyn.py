@@ -2,7 +2,7 @@
 optima agree with the global one.
 
 Reference: Acar et al., Federated learning based on dynamic regularization (ICLR 2021),
-Algorithm 1.
+Algorithm 1; authors' code: alpemreacar/FedDyn.
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 learns its mixing weights.
 
 Reference: Marfoq et al., Federated multi-task learning under a mixture of distributions
-(NeurIPS 2021), Algorithm 1.
+(NeurIPS 2021), Algorithm 1; authors' code: omarfoq/FedEM.
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 validation loss.
 
 Reference: Zhang et al., Personalized federated learning with first order model
-optimization (ICLR 2021), Eq. 4-6.
+optimization (ICLR 2021), Eq. 4-6; authors' code: NVlabs/FedFomo.
 """
 
 from typing import Annotated

@@ -2,7 +2,7 @@
 clients train their heads on what it generates, too.
 
 Reference: Zhu et al., Data-free knowledge distillation for heterogeneous federated
-learning (ICML 2021), Algorithm 1.
+learning (ICML 2021), Algorithm 1; authors' code: zhuangdizhu/FedGen.
 """
 
 from typing import Annotated, Literal

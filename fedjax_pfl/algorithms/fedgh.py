@@ -1,7 +1,7 @@
 """FedGH: the server trains a common head on the mean features of the clients' classes.
 
 Reference: Yi et al., FedGH: heterogeneous federated learning with generalized global
-header (ACM MM 2023), Algorithm 1.
+header (ACM MM 2023), Algorithm 1; authors' code: LipingYi/FedGH.
 """
 
 from typing import Annotated

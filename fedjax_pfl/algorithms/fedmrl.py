@@ -2,7 +2,7 @@
 head reads the first of the fused features, the own head all.
 
 Reference: Yi et al., Federated model heterogeneous Matryoshka representation learning
-(NeurIPS 2024).
+(NeurIPS 2024); authors' code: LipingYi/FedMRL.
 """
 
 import functools

@@ -2,7 +2,7 @@
 pull the global model to their own optimum.
 
 Reference: Wang et al., Tackling the objective inconsistency problem in heterogeneous
-federated optimization (NeurIPS 2020).
+federated optimization (NeurIPS 2020); authors' code: JYWa/FedNova.
 """
 
 import jax

@@ -2,7 +2,7 @@
 not the label's.
 
 Reference: Lee et al., Preservation of the global knowledge by not-true distillation in
-federated learning (NeurIPS 2022).
+federated learning (NeurIPS 2022); authors' code: Lee-Gihun/FedNTD.
 """
 
 from typing import Annotated

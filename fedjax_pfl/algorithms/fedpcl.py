@@ -2,7 +2,7 @@
 those of all clients.
 
 Reference: Tan et al., Federated learning from pre-trained models: a contrastive
-learning approach (NeurIPS 2022), Algorithm 1.
+learning approach (NeurIPS 2022), Algorithm 1; authors' code: yuetan031/FedPCL.
 """
 
 from typing import Annotated

@@ -6,6 +6,7 @@ References: FedPer, Arivazhagan et al., Federated learning with personalization 
 federated learning (ICML 2021); LG-FedAvg, Liang et al., Think locally, act globally:
 federated learning with local and global representations (2020); FedBABU, Oh et al.,
 FedBABU: toward enhanced representation for federated image classification (ICLR 2022).
+Authors' code: lgcollins/FedRep, jhoon-oh/FedBABU.
 """
 
 from typing import Annotated, Literal

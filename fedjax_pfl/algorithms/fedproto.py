@@ -2,7 +2,7 @@
 class, called prototypes.
 
 Reference: Tan et al., FedProto: federated prototype learning across heterogeneous
-clients (AAAI 2022), Algorithm 1.
+clients (AAAI 2022), Algorithm 1; authors' code: yuetan031/FedProto.
 """
 
 import functools

@@ -2,7 +2,8 @@
 the clients that have the class.
 
 Reference: Yi et al., FedSSA: semantic similarity-based aggregation for efficient
-model-heterogeneous personalized federated learning (IJCAI 2024), Algorithm 1.
+model-heterogeneous personalized federated learning (IJCAI 2024), Algorithm 1; authors'
+code: LipingYi/FedSSA.
 """
 
 from typing import Annotated, Literal

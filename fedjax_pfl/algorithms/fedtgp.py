@@ -2,7 +2,8 @@
 between the classes.
 
 Reference: Zhang et al., FedTGP: trainable global prototypes with
-adaptive-margin-enhanced contrastive learning (AAAI 2024), Algorithm 1.
+adaptive-margin-enhanced contrastive learning (AAAI 2024), Algorithm 1; authors' code:
+TsingZ0/FedTGP.
 """
 
 import functools

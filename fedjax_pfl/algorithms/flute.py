@@ -2,7 +2,8 @@
 client and once more by the server.
 
 Reference: Liu, Shen & Yang, Federated representation learning in the
-under-parameterized regime (ICML 2024), the algorithm for general networks.
+under-parameterized regime (ICML 2024), the algorithm for general networks; authors'
+code: RenpuLiu/flute.
 """
 
 from typing import Annotated

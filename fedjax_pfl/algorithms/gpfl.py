@@ -2,7 +2,8 @@
 embeddings, and a personalised one for the head.
 
 Reference: Zhang et al., GPFL: simultaneously learning global and personalized feature
-information for personalized federated learning (ICCV 2023), Algorithm 1.
+information for personalized federated learning (ICCV 2023), Algorithm 1; authors' code:
+TsingZ0/GPFL.
 """
 
 from typing import Annotated

@@ -43,8 +43,9 @@ def hetlora(
     ||A_k B_k||_F over all layers, of the head the number of its examples.
 
     Args:
-      rank_min: least rank, in [1, inf); r_k is drawn from rank_min to the rank r of the
-        model, both included, and is r where r is smaller.
+      rank_min: least rank, also of self-pruning, in [1, inf); r_k is drawn from
+        rank_min to the rank r of the model, both included. Where r is smaller than
+        rank_min, every r_k is r.
       gamma: share of the rank that self-pruning keeps, in (0, 1]; 1: ranks remain.
       lam: weight of the regulariser in [0, inf).
       by_norm: true or false; if false, A and B are weighted by examples, too.

@@ -3,7 +3,8 @@ whose coefficients are learned.
 
 Reference: Zhang et al., Parameterized knowledge transfer for personalized federated
 learning (KT-pFL, NeurIPS 2021), Eq. 7 with parameters in place of predictions; MNFL is
-a variant."""
+a variant. Authors' code: cugzj/KT-pFL.
+"""
 
 from typing import Annotated
 

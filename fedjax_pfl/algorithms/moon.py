@@ -1,7 +1,8 @@
 """MOON: FedAvg whose features are drawn to those of the global model and away from
 those of the client's previous model.
 
-Reference: Li et al., Model-contrastive federated learning (CVPR 2021), Algorithm 1.
+Reference: Li et al., Model-contrastive federated learning (CVPR 2021), Algorithm 1;
+authors' code: QinbinLi/MOON.
 """
 
 from typing import Annotated

@@ -7,7 +7,8 @@ after it is averaged.
 References: FML, Shen et al., Federated mutual learning (2020); FedKD, Wu et al.,
 Communication-efficient federated learning via knowledge distillation (Nature
 Communications 2022); FedAPEN, Qin et al., FedAPEN: personalized cross-silo federated
-learning with adaptability to statistical heterogeneity (KDD 2023).
+learning with adaptability to statistical heterogeneity (KDD 2023). Authors' code:
+wuch15/FedKD.
 """
 
 import functools

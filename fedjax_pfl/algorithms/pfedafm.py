@@ -3,7 +3,7 @@ features with their own, elementwise.
 
 Reference: Yi, Yu, Ren, Wang, Liu & Li, pFedAFM: adaptive feature mixture for data-level
 personalization in heterogeneous federated learning on mobile edge devices (2024),
-Algorithm 1; see also arXiv 2404.17847.
+Algorithm 1; see also arXiv 2404.17847; authors' code: LipingYi/pFedAFM.
 """
 
 import functools

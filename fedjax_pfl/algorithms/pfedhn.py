@@ -2,7 +2,7 @@
 of the client.
 
 Reference: Shamsian, Navon, Fetaya & Chechik, Personalized federated learning using
-hypernetworks (ICML 2021), Algorithm 1.
+hypernetworks (ICML 2021), Algorithm 1; authors' code: AvivSham/pFedHN.
 """
 
 from typing import Annotated, Any

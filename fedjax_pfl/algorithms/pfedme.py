@@ -2,7 +2,7 @@
 w||^2, and w descends that minimum.
 
 Reference: Dinh, Tran & Nguyen, Personalized federated learning with Moreau envelopes
-(NeurIPS 2020), Algorithm 1.
+(NeurIPS 2020), Algorithm 1; authors' code: CharlieDinh/pFedMe.
 """
 
 from typing import Annotated

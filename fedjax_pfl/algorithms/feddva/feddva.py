@@ -5,7 +5,7 @@ The latent z is to hold what all clients have in common, c what is a client's ow
 need not be labels.
 
 Reference: Yan & Long, Personalization disentanglement for federated learning (ICME
-2023), Algorithm 1.
+2023), Algorithm 1; authors' code: pysleepy/FedDVA.
 """
 
 import functools

@@ -2,8 +2,8 @@
 of one kind stand in one place.
 
 Reference: Wang, Yurochkin, Sun, Papailiopoulos & Khazaeni, Federated learning with
-matched averaging (ICLR 2020), Algorithm 1. pFedMA is FedMA whose global model is
-fine-tuned, in the tables of the pFedC paper.
+matched averaging (ICLR 2020), Algorithm 1; authors' code: IBM/FedMA. pFedMA is FedMA
+whose global model is fine-tuned, in the tables of the pFedC paper.
 """
 
 import itertools

@@ -4,7 +4,7 @@ examples and learn from a mixture.
 References: FedMD, Li & Wang, FedMD: heterogenous federated learning via model
 distillation (2019); KT-pFL, Zhang et al., Parameterized knowledge transfer for
 personalized federated learning (NeurIPS 2021), whose baselines Sim-pFD and TopK-pFD
-are, and of which MNFL is a variant.
+are, and of which MNFL is a variant. Authors' code: cugzj/KT-pFL.
 """
 
 import functools
