@@ -73,3 +73,14 @@ def test_a_client_by_slow_derivatives():
         w = jax.tree.map(lambda a, b: np.array(a - by_hand.LR * b), w, g)
     toy.assert_close(by_hand.row(states[1], 2)["prior"], w.pop("prior"), 1e-4)
     toy.assert_close({k: states[1].server[k] for k in w}, w, 1e-4)
+
+
+def test_the_mean_is_uniform():
+    """Of two clients with other numbers of examples, each also trained alone."""
+    assert len(by_hand.examples(0)[1]) != len(by_hand.examples(1)[1])
+    found = []
+    for ids in ([0], [1], [0, 1]):
+        server = by_hand.run("fedsr", rounds=[ids])[0][1].server
+        found.append({part: server[part] for part in ("body", "head", "map")})
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *found[:2])
+    toy.assert_close(found[2], mean, 1e-5)
