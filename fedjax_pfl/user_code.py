@@ -7,9 +7,11 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ CALLS = {  # arguments of a function of each kind
 }
 _NAMED = re.compile(r"(.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*", re.DOTALL)
 _RESERVED: set[str] = set()
+# refuses modules that this user has not imported before
+ONLY_KNOWN: ContextVar[bool] = ContextVar("ONLY_KNOWN", default=False)
 
 
 def reserve(names: Iterable[str]) -> tuple[str, ...]:
@@ -128,13 +132,34 @@ def digest(names: list[str]) -> str | None:
     return hashlib.sha256(content).hexdigest() if files else None
 
 
+def _check_known(module_name: str, content: bytes) -> None:
+    """Remembers a module, or raises InputError for a new one where `ONLY_KNOWN`."""
+    file, token = _known_file(), hashlib.sha256(content).hexdigest()
+    if file.is_file() and token in file.read_text(encoding="utf-8").split():
+        return
+    if ONLY_KNOWN.get():
+        raise InputError(f"{module_name} was never imported here: --trust imports it.")
+    with contextlib.suppress(OSError):  # then it is asked for again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(f"{token}\n")
+
+
+def _known_file() -> Path:
+    """Returns the list of hashes of modules that this user has imported."""
+    folder = os.environ.get("FEDJAX_PFL_CACHE") or "~/.cache/fedjax_pfl"
+    return Path(folder).expanduser() / "user_code.txt"
+
+
 def _import(module_name: str) -> Any:
     """Imports a module, or a file once for each content; modules of the file's folder
     can be imported from it."""
     if not module_name.endswith(".py"):
+        _check_known(module_name, module_name.encode())
         return importlib.import_module(module_name)
     path = Path(module_name).expanduser().absolute()
     content = str(path).encode() + path.read_bytes()
+    _check_known(module_name, content)
     name = f"_user_{hashlib.sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -84,7 +84,10 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         config = config.replace(model=usual_model(dataset))
     names, of = architectures(config.model.name, len(everybody.train))
     warn_of_data(config.data, data.unmarked, names)
-    trained, others = draw_unseen(config.unseen, of, config.seed)
+    owners = config.partition.column, data.unmarked, everybody
+    held_out = config.partition.held_out
+    all_names = clients.names(*owners, np.arange(len(of)))
+    trained, others = draw_unseen(held_out, of, config.seed, all_names)
     if upload_options.flips_labels(config.uploads):
         share, _ = config.uploads.attack
         bad = trained[chosen(len(trained), share)]
@@ -116,14 +119,14 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     program = with_validation(program, partition)
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
-    named, away = (config.partition.column, data.unmarked, everybody), None
+    away = None
     if len(others):
         rows = select(everybody, others)
         theirs = federate.others(federation, dataset, rows, room)
         theirs = theirs._replace(frozen=federation.frozen)
         away = Unseen(
             others,
-            clients.names(*named, others),
+            clients.names(*owners, others),
             rows,
             theirs,
             unseen.among(everyone, others),
@@ -142,7 +145,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         task=task,
         program=program,
         alone=on_one_device(config, task, schedule),
-        names=clients.names(*named, trained),
+        names=clients.names(*owners, trained),
         headline=headline(config, task, schedule, federation, factory(task, **hparams)),
         networks=network_names(config.algo, config.model.name, len(of))[trained],
         planned=local_training.planned(task, task.sizes),
@@ -175,7 +178,8 @@ def prepare(
     everybody = assign(partition, unmarked, seed)
     if unmarked.cells is not None:
         _, of = architectures(model.name, len(everybody.train))
-        trained, _ = draw_unseen(partition.unseen, of, seed)
+        names = clients.names(partition.column, unmarked, everybody, np.arange(len(of)))
+        trained, _ = draw_unseen(partition.held_out, of, seed, names)
         unmarked = inputs.columns(data, unmarked, select(everybody, trained))
     dataset, kinds = unmarked, tuple[str, ...]()
     if data.marks:
@@ -442,20 +446,25 @@ def headline(
 
 
 def draw_unseen(
-    fraction: float, of: np.ndarray, seed: int
+    held_out: float | list[str], of: np.ndarray, seed: int, names: Sequence[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids of clients that train, and of those that do not, of each network.
 
     Args:
+      held_out: fraction of the clients that do not train, or their names.
       of: [N] index of each client's network.
+      names: of all clients, [N].
     """
     rng, away = np.random.default_rng([seed, 1]), np.zeros(len(of), bool)
-    for group in np.unique(of) if fraction else ():
+    if isinstance(held_out, list):
+        away[[clients.index(names, name) for name in held_out]] = True
+    for group in np.unique(of) if held_out else ():
         ids = np.flatnonzero(of == group)
-        count = max(1, round(fraction * len(ids)))
-        if count >= len(ids):
-            raise InputError(f"--unseen={fraction} leaves no client to train.")
-        away[rng.permutation(ids)[:count]] = True
+        if isinstance(held_out, float):
+            count = max(1, round(held_out * len(ids)))
+            away[rng.permutation(ids)[:count]] = True
+        if away[ids].all():
+            raise InputError(f"--unseen={held_out} leaves no client to train.")
     return np.flatnonzero(~away), np.flatnonzero(away)
 
 

@@ -4,6 +4,8 @@ Exit codes: 0 done; 1 a crash; 2 wrong input, and nothing was compiled; 3 the tr
 diverged; 4 a file cannot be written; 128 + n stopped by signal n (130: Ctrl-C).
 """
 
+import contextvars
+import functools
 import importlib
 import inspect
 import os
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 from absl import flags, logging
 
-from fedjax_pfl import hyperparameters
+from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.loading import DATASETS
@@ -69,6 +71,10 @@ PROCESS_FLAGS = {
 }
 
 
+# of commands that read directories, see `isolated`
+TRUST = {"trust": Flag(bool, "import FILE.py of a directory that came from elsewhere")}
+
+
 class Parsed(NamedTuple):
     """A parsed command line."""
 
@@ -109,6 +115,19 @@ def parse(argv: Sequence[str], known: Mapping[str, Flag], usage: str = "") -> Pa
         raise SystemExit(0)
     found = {name: values[name].value for name in known}
     return Parsed({name: x for name, x in found.items() if x is not None}, words)
+
+
+def isolated(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Returns a command that imports unknown code with --trust alone."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str]) -> int:
+        context = contextvars.copy_context()
+        trusted = {"--trust", "-trust", "--trust=true"} & {*argv}
+        context.run(user_code.ONLY_KNOWN.set, not trusted)
+        return context.run(main, argv)
+
+    return run
 
 
 def flags_by_section(known: Mapping[str, Flag]) -> str:

@@ -31,6 +31,7 @@ FLAGS = {
     "client": cli.Flag(str, "name of the client, or #3 for number 3"),
     "output": cli.Flag(str, "path of the files without their suffix"),
     "peft": cli.Flag(bool, "write the LoRA adapter as the library peft loads it"),
+    **cli.TRUST,
 }
 LINES = """# client {client} after {rounds} rounds: {count:,} numbers
 from pathlib import Path
@@ -42,7 +43,7 @@ import fedjax_pfl
 network = fedjax_pfl.model({arguments})"""
 OF_RUN = """
 from fedjax_pfl.experiment import results
-network = results.load('{path}').experiment.task.models[{index}]"""
+network = results.load('{path}').trained.task.models[{index}]"""
 CALL = """
 logits, _ = network.apply(variables, x)  # prepared inputs [B, ...]"""
 
@@ -93,7 +94,8 @@ def of_client(
     factory = functools.wraps(inner)(factory)
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, hparams, **options)
-    given = (program.context(e.key, e.federation, t), program.place(state), client, x)
+    placed = program.place(RunState(state.method))  # the rest predicts nothing
+    given = program.context(e.key, e.federation, t), placed, client, x
     with e.tracing():
         return jax.device_get(jax.jit(program.predict, static_argnums=2)(*given))
 
@@ -151,6 +153,7 @@ def write_adapter(
     return PEFT.format(client=client, rounds=t, folder=folder, base=base)
 
 
+@cli.isolated
 def main(argv: Sequence[str]) -> int:
     """Runs the command `export` and returns its exit code."""
     parsed = cli.parse(argv, FLAGS, __doc__ or "")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import attention, cli, metrics, results
+from fedjax_pfl.experiment import attention, cli, metrics, results, standalone
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
@@ -29,6 +29,7 @@ PALETTE = (
 FLAGS = {
     "output": Flag(str, "folder (default: figures in the directory of the runs)"),
     "attention": Flag(str, "client of one run whose test images get Grad-CAM"),
+    **cli.TRUST,
 }
 LINES = ("-", "--", "-.", ":")
 STYLE: Any = {
@@ -245,6 +246,7 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     return {"curves": drawn} | found
 
 
+@cli.isolated
 def main(argv: Sequence[str]) -> int:
     """Draws the figures of the runs of a command line as PNG and PDF."""
     given, words = cli.parse(argv, FLAGS, __doc__ or "")
@@ -256,9 +258,9 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(runs)
     if len(runs) == 1:
-        e = runs[0].trained
-        named = e.names, e.classes or ()
-        drawn["partition"] = partition(e.task.class_counts, "", *named)
+        known = standalone.owned(runs[0].path)
+        counts, *names = known or (runs[0].trained.task.class_counts,)
+        drawn["partition"] = partition(counts, "", *names)
     if "attention" in given:
         if len(runs) > 1:
             raise InputError("--attention needs one run.")

@@ -24,6 +24,7 @@ from fedjax_pfl.options import Options
 from fedjax_pfl.uploads.chain import Option
 from fedjax_pfl.uploads.server import SERVERS
 
+NAMES = "names:"  # of --unseen
 MOST = 2**31 - 1  # rounds and steps are counted in int32
 Count = Annotated[int, Interval(ge=1, le=MOST)]
 Fraction = Annotated[float, Interval(gt=0, le=1)]
@@ -166,9 +167,25 @@ class Partition(Group):
     test_split: Literal["pool", "official"] | None = setting(
         "pool", "pool: a quarter of each client's examples; official: the data set's"
     )
-    unseen: Rest = setting(
-        0.0, "fraction of clients excluded from training and personalised afterwards"
+    unseen: str | None = setting(
+        None,
+        "clients excluded from training and personalised afterwards: their fraction, "
+        "or names:H11,H03",
     )
+
+    def __post_init__(self) -> None:
+        given = str(self.unseen or 0)  # a number in Python and in earlier runs
+        if not given.startswith(NAMES):
+            share = hyperparameters.parse(float, "unseen", given)
+            object.__setattr__(self, "unseen", f"{share:g}" if share else None)
+
+    @property
+    def held_out(self) -> float | list[str]:
+        """Returns the fraction of clients that do not train, or their names."""
+        given = self.unseen or "0"
+        if given.startswith(NAMES):
+            return given.removeprefix(NAMES).split(",")
+        return float(given)
 
     @property
     def given(self) -> bool:
@@ -182,7 +199,9 @@ class Partition(Group):
         return column if kind == "natural" else None
 
     def check(self) -> None:
-        """Raises InputError for an unknown partition."""
+        """Raises InputError for an unknown partition, or a fraction out of range."""
+        if isinstance(self.held_out, float):
+            check("unseen", self.held_out, 0, 1, open_high=True)
         if not self.given:
             natural = self.rule.startswith("natural:")
             name = "natural:COLUMN" if natural else self.rule

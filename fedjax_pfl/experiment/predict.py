@@ -35,6 +35,7 @@ FLAGS = {
     "client": cli.Flag(str, f"name of a client, #3 for number 3, {ALL} or {GLOBAL}"),
     "input": cli.Flag(str, "file or folder of the rows to predict"),
     "output": cli.Flag(str, "file of the predictions", "RUN/predictions.csv"),
+    **cli.TRUST,
 }
 
 
@@ -218,6 +219,7 @@ def confusion(found: pd.DataFrame) -> str:
     return f"accuracy {100 * right:.1f} % of {len(found):,}\n{counts.to_string()}"
 
 
+@cli.isolated
 def main(argv: Sequence[str]) -> int:
     """Runs the command `predict` and returns its exit code."""
     given, words = cli.parse(argv, FLAGS, __doc__ or "")

@@ -43,6 +43,7 @@ FLAGS = {
     "steps": cli.Flag(int, "steps of the attack's optimizer", 1000),
     "restarts": cli.Flag(int, "random starts of the attack", 1),
     "tv": cli.Flag(float, "weight of the total variation (inverting)", 0.01),
+    **cli.TRUST,
 }
 LABELS = ("known", "inferred", "drawn")
 PRIVATE = ("drawn", "known")
@@ -181,6 +182,7 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     return row
 
 
+@cli.isolated
 def main(argv: Sequence[str]) -> int:
     """Runs the command `reconstruct` and returns its exit code."""
     parsed = cli.parse(argv, FLAGS, __doc__ or "")

@@ -48,6 +48,7 @@ FLAGS = {
     "speeds": Flag(str, "examples per second of clients, as in run: simulated time"),
     "bandwidths": Flag(str, "Mbit/s of clients both ways, as in run"),
     "output": Flag(str, "file to write instead of printing"),
+    **cli.TRUST,
 }
 
 
@@ -117,6 +118,7 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     )
 
 
+@cli.isolated
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the tables of a command line."""
     given, words = cli.parse(argv, FLAGS, __doc__ or "")

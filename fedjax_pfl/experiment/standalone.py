@@ -91,6 +91,23 @@ def _federation(counts: np.ndarray, sizes: np.ndarray) -> Federation:
     return Federation(Absent(), here, here, here, jnp.asarray(counts))  # type: ignore[arg-type]  # in place of Examples
 
 
+def _preparation(folder: Path) -> Preparation | None:
+    file = folder / "preparation.json"
+    return Preparation.from_json(read_json(file)) if file.is_file() else None
+
+
+def owned(folder: Path) -> tuple[np.ndarray, list[str], tuple[str, ...]] | None:
+    """Returns training examples of the clients that train by class [N, C], names of
+    clients and of classes; None in a run of an earlier version."""
+    if not (folder / FILE).is_file():
+        return None
+    known, preparation = read_json(folder / "partition.json"), _preparation(folder)
+    with np.load(folder / "partition.npz") as arrays:
+        counts = np.delete(arrays["class_counts"], known["unseen"], axis=0)
+    classes = None if preparation is None else preparation.classes
+    return counts, known["clients"], classes or ()
+
+
 def trained(path: str | Path) -> Trained:
     """Returns what predictions of a run need, from the files of its directory alone.
 
@@ -103,9 +120,7 @@ def trained(path: str | Path) -> Trained:
     if not (folder / FILE).is_file():
         raise NeedsDataError("It is of an earlier version.")
     facts, known = read_json(folder / FILE), read_json(folder / "partition.json")
-    preparation = None
-    if (folder / "preparation.json").is_file():
-        preparation = Preparation.from_json(read_json(folder / "preparation.json"))
+    preparation = _preparation(folder)
     with np.load(folder / "partition.npz") as arrays:
         counts, sizes = arrays["class_counts"], arrays["train_sizes"]
     config = config.replace(

@@ -38,11 +38,15 @@ from fedjax_pfl.experiment import (
 )
 from fedjax_pfl.experiment.build import room
 from fedjax_pfl.experiment.config import FREE, SETTINGS, Config
+from fedjax_pfl.experiment.groups import NAMES
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.train import complete, execute, run as run_one
 
 # settings that are text without commas
-_NAMES = ("algo", "dataset", "partition", "participation", "optimizer", "bn_stats")
+_NAMES = (
+    *("algo", "dataset", "partition", "participation", "unseen", "optimizer"),
+    "bn_stats",
+)
 _AT_ONCE = {
     "seeds": cli.Flag(int, "number of runs, with this seed and the next ones"),
     "runs_at_once": cli.Flag(
@@ -174,7 +178,7 @@ def _values(name: str, value: Any) -> list[Any]:
     if name == "config" or isinstance(value, bool):
         return [value]
     commas = name in _NAMES or _is_named(SETTINGS[name])
-    found = _split(value, commas and not str(value).startswith("domains:"))
+    found = _split(value, commas and not str(value).startswith(("domains:", NAMES)))
     if len(found) > 1 and name in {*FREE, "preset"}:
         raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found

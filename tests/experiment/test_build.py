@@ -281,6 +281,23 @@ def test_clients_have_the_names_of_their_column(tmp_path):
     assert make().names == ("0", "1", "2", "3", "4", "5")
 
 
+def test_clients_are_held_out_by_name(tmp_path):
+    made = {"dataset": sites(tmp_path / "sites.csv"), "data_fraction": 1.0} | TABLE
+    e = make(**made, missing="mean", unseen="names:3,1")
+    assert (e.names, e.unseen.names) == (("0", "2"), ("1", "3"))
+    age = pd.read_csv(tmp_path / "sites.csv").age
+    rows = np.concatenate([x[:n] for x, n in zip(*e.partition[:2], strict=True)])
+    np.testing.assert_allclose(e.preparation.columns[0].mean, age[rows].mean())
+    for names, words in (
+        ("9", "Unknown client '9'"),
+        ("0,1,2,3", "no client to train"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make(**made, missing="mean", unseen=f"names:{names}")
+    assert make(unseen="names:2").unseen.ids.tolist() == [2]
+    assert Config(unseen=0.0) == Config() and Config(unseen=0.50).unseen == "0.5"
+
+
 def test_a_client_is_named_or_numbered():
     names = ("H03", "2", "H01")
     known = ("H03", 0), ("2", 1), (2, 2), ("#2", 2), (np.int64(1), 1)

@@ -5,7 +5,8 @@ from flax import serialization
 
 import fedjax_pfl
 from experiment.runs import SMALL, run
-from fedjax_pfl.experiment import export
+from experiment.test_predict import untrained
+from fedjax_pfl.experiment import export, results
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.run_directory import RunDirectory
 
@@ -44,3 +45,13 @@ def test_a_method_of_several_networks_exports_its_parts(tmp_path, capsys):
     assert {name.split("/")[0] for name in names} <= {"server", "client"}
     assert run(str(path), "--client=9", command=export.main) == 2
     assert run(str(path), command=export.main) == 2
+
+
+def test_an_asynchronous_run_is_exported(tmp_path):
+    given = {"asynchronous": "fedbuff:2", "participation": "0.5"}
+    e = untrained(tmp_path, algo="fedavg", **given)
+    assert run(str(tmp_path), "--client=#2", command=export.main) == 0
+    packed = serialization.msgpack_restore((tmp_path / "client-2.msgpack").read_bytes())
+    found = e.task.model.apply(packed, e.task.prepare(e.dataset.x[:4]))[0]
+    wanted = results.load(tmp_path).predictor(2)(e.dataset.x[:4])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

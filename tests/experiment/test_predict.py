@@ -9,7 +9,7 @@ from PIL import Image
 from experiment.runs import run
 from experiment.test_build import TABLE, sites
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.experiment import callbacks, predict, results
+from fedjax_pfl.experiment import callbacks, export, predict, results
 from fedjax_pfl.experiment.build import _load, build
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -192,3 +192,19 @@ def test_a_run_of_an_earlier_version_asks_for_its_data_set(tmp_path, capsys):
     assert predicted(*given) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "earlier version" in line and "sites.csv" in line
+
+
+def test_code_from_elsewhere_needs_trust(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "here"))
+    file = tmp_path / "own.py"
+    file.write_text("from fedjax_pfl.algorithms import fedavg\nown = fedavg\n")
+    e = untrained(tmp_path / "run", algo=f"{file}:own")
+    np.savez(tmp_path / "new.npz", x=e.dataset.x[:2])
+    given = tmp_path / "run", "--client=1", f"--input={tmp_path / 'new.npz'}"
+    assert predicted(*given) == 0
+    monkeypatch.setenv("FEDJAX_PFL_CACHE", str(tmp_path / "elsewhere"))
+    for command, argv in ((predict.main, given), (export.main, given[:2])):
+        assert run(*map(str, argv), command=command) == 2
+        assert "own.py was never imported here: --trust" in capsys.readouterr().err
+    assert predicted(*given, "--trust") == 0
+    assert predicted(*given) == 0  # from then on it is known

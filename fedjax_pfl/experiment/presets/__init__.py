@@ -132,8 +132,8 @@ def tuned(preset: str | None, algo: str) -> float | None:
 
 def same(name: str, a: Any, b: Any) -> bool:
     """Returns whether two values of a setting are equal."""
-    if name == "participation":
-        return str(a).removesuffix(".0") == str(b).removesuffix(".0")
+    if name in ("participation", "unseen"):
+        return str(a or 0).removesuffix(".0") == str(b or 0).removesuffix(".0")
     return a == b or (name == "model" and b == "auto" and a in ("cnn", "mlp"))
 
 
