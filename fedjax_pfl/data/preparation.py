@@ -207,15 +207,10 @@ def numbers(name: str, cells: Any) -> np.ndarray | None:
         texts = np.array([x is None for x in found], bool)
         if texts.any() and not any(x is not None and x == x for x in found):
             return None
-        if texts.any():
-            row = int(np.argmax(np.append(texts, False)[codes]))
-            cell = distinct[codes[row]]
-            at = f"{name} of row {row + 1}"
-            raise InputError(f"{at} must be a number, got {cell!r}.")
+        seen = np.append(np.asarray(distinct, object), None)
+        refuse(name, np.append(texts, False)[codes], "must be a number", seen[codes])
         values = np.array([*found, np.nan], np.float64)[codes]
-    if np.isinf(values).any():
-        row = int(np.argmax(np.isinf(values)))
-        raise InputError(f"{name} of row {row + 1} must be finite.")
+    refuse(name, np.isinf(values), "must be finite")
     return values
 
 
@@ -233,14 +228,23 @@ def _number(word: Any) -> float | None:
         return None
 
 
+def refuse(
+    name: str, wrong: np.ndarray, reason: str, cells: Any = None, hint: str = ""
+) -> None:
+    """Raises InputError for the first row, counted from 1, where `wrong` [n] is True;
+    with its cell if `cells` [n] are given."""
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        got = "" if cells is None else f", got {cells[row]!r}"
+        raise InputError(f"{name} of row {row + 1} {reason}{got}.{hint}")
+
+
 def check_missing(name: str, values: np.ndarray, hint: str = "") -> None:
     """Raises InputError for a missing cell."""
     import pandas as pd
 
     gaps = np.asarray(pd.isna(values))
-    if gaps.any():
-        row, count = int(np.argmax(gaps)) + 1, int(gaps.sum())
-        raise InputError(f"{name} of row {row} is missing, {count:,} in all.{hint}")
+    refuse(name, gaps, f"is missing, {gaps.sum():,} in all", hint=hint)
 
 
 def words(cells: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.data.datasets import MOST_CLASSES, SPLITS
-from fedjax_pfl.data.preparation import MISSING
+from fedjax_pfl.data.preparation import MISSING, refuse
 from fedjax_pfl.errors import InputError, in_one_line
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -178,12 +178,8 @@ def split(path: str, frame: Any) -> tuple[np.ndarray | None, int, np.ndarray | N
     codes, values = pd.factorize(frame["split"])
     parts = [SPLITS.get(str(value).strip().lower(), "") for value in values]
     rank = np.array([("train", "val", "test", "").index(x) for x in parts] + [3])[codes]
-    if (rank == 3).any():
-        row = int(np.argmax(rank == 3))
-        raise InputError(
-            f"{path}: split of row {row + 1} must be train, val or test, got "
-            f"{frame['split'].iloc[row]!r}."
-        )
+    wanted = "must be train, val or test"
+    refuse(f"{path}: split", rank == 3, wanted, frame["split"].to_numpy())
     sizes = np.bincount(rank, minlength=3)
     if not sizes[0]:
         raise InputError(f"{path} must have rows with split=train.")
@@ -208,20 +204,16 @@ def classes(named: str, cells: Any) -> tuple[np.ndarray, int, tuple[str, ...] | 
 
     codes, words = pd.factorize(cells, sort=True)
     words = [str(word) for word in words]
-    refuse = np.array([not word.strip() for word in words] + [True])
+    bad = np.array([not word.strip() for word in words] + [True])
     reason = "must not be missing"
     values = pd.to_numeric(pd.Series(words, dtype=object), errors="coerce").to_numpy()
     known = np.append(np.isfinite(values), False)
     numeric = known[codes].mean() > 0.5
-    if numeric and not refuse[codes].any():
+    if numeric and not bad[codes].any():
         whole = np.append((values >= 0) & (values % 1 == 0), False)
-        refuse = ~(whole & (np.append(values, 0) < MOST_CLASSES))
+        bad = ~(whole & (np.append(values, 0) < MOST_CLASSES))
         reason = f"must be a class number in [0, {MOST_CLASSES:,})"
-    if refuse[codes].any():
-        row = int(np.argmax(refuse[codes]))
-        raise InputError(
-            f"{named} of row {row + 1} {reason}, got {([*words, ''])[codes[row]]!r}."
-        )
+    refuse(named, bad[codes], reason, np.array([*words, ""], object)[codes])
     if not numeric:
         return codes.astype(np.int32), len(words), tuple(words)
     y = values[codes].astype(np.int32)
