@@ -41,10 +41,10 @@ MODULES = {  # by topic
         "data.partition",
         "data.partitioners",
         "data.federate",
-        "data.features",
     ],
     "Networks": [
         *("models.nnx_model", "models.nets", "models.resnet", "models.layers"),
+        "models.features",
         *("models.adapted", "attention"),
     ],
     "Experiments": ["experiment.config", "experiment.callbacks", "experiment.results"],

@@ -1,4 +1,5 @@
-"""Mixing of training examples and their labels, as `Task.mix` takes it."""
+"""Augmentation and mixing of training examples, as `Task.augment` and `Task.mix` take
+them."""
 
 import math
 from collections.abc import Callable
@@ -6,13 +7,17 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from annotated_types import Gt
 
-from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.data.datasets import Dataset
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.types import Array
 
 # (key, x [B, ...], labels [B, C], mask [B]) -> x, soft labels [B, C]
 Mix = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+AUGMENTATIONS = ("none", "flip", "crop_flip")
+MARGIN = 4  # pixels of `crop_flip`
 
 
 def partners(key: Array, mask: Array) -> Array:
@@ -65,3 +70,42 @@ def cutmix(alpha: Annotated[float, Gt(0)] = 1.0) -> Mix:
         return x, weight * y + (1 - weight) * y[other]
 
     return mix
+
+
+def augmentation(name: str, dataset: Dataset) -> Callable[[Array, Array], Array] | None:
+    """Returns (key, prepared images [B, H, W, C]) -> augmented images, None for `none`.
+
+    Args:
+      name: `flip` mirrors half of the images left to right; `crop_flip` also pads 4
+        black pixels on every side and crops a random window of the original size.
+
+    Raises:
+      InputError: an unknown name, or inputs that are no images.
+    """
+    choose("augmentation", name, AUGMENTATIONS)
+    if name == "none":
+        return None
+    if dataset.x.ndim != 4:
+        raise InputError(
+            f"augment={name} needs images [height, width, channels], got inputs of "
+            f"shape {dataset.x.shape[1:]}."
+        )
+    # black, as the model takes it
+    fill = np.asarray(dataset.prepare(jnp.zeros((1, 1, 1, 1), dataset.x.dtype))).item()
+
+    def flip(key: Array, x: Array) -> Array:
+        mirrored = jax.random.bernoulli(key, shape=(len(x), 1, 1, 1))
+        return jnp.where(mirrored, x[:, :, ::-1], x)
+
+    def crop_flip(key: Array, x: Array) -> Array:
+        where, mirror = jax.random.split(key)
+        sides = ((MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0))
+        start = jax.random.randint(where, (len(x), 2), 0, 2 * MARGIN + 1)
+
+        def crop(x: Array, start: Array) -> Array:
+            padded = jnp.pad(x, sides, constant_values=fill)
+            return jax.lax.dynamic_slice(padded, (*start, 0), x.shape)
+
+        return flip(mirror, jax.vmap(crop)(x, start))
+
+    return flip if name == "flip" else crop_flip

@@ -12,7 +12,8 @@ import numpy as np
 import prepared
 import pytest
 
-from fedjax_pfl.data import cache, datasets, loading
+from fedjax_pfl import cache
+from fedjax_pfl.data import datasets, loading
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.data.sources import tfds, toys

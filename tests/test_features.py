@@ -7,8 +7,9 @@ import pytest
 import toy
 
 from fedjax_pfl import models, simulate
-from fedjax_pfl.data import datasets, features, federate, partitioners
+from fedjax_pfl.data import datasets, federate, partitioners
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models import features
 
 KEY = jax.random.key(0)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedjax_pfl import simulate
+from fedjax_pfl import augment, simulate
 from fedjax_pfl.data import datasets, federate, loading, partitioners, shifts
 from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.data.sources import images, rows
@@ -89,20 +89,20 @@ def test_augmented_images_are_windows_of_padded_ones():
     draw = np.random.default_rng(0).integers(1, 256, (3, 8, 8, 1)).astype(np.uint8)
     data = datasets.from_arrays(draw, np.arange(3))
     x = np.asarray(data.prepare(jnp.asarray(draw)))
-    found = np.asarray(images.augmentation("crop_flip", data)(jax.random.key(1), x))
+    found = np.asarray(augment.augmentation("crop_flip", data)(jax.random.key(1), x))
     padded = np.pad(x, ((0, 0), (4, 4), (4, 4), (0, 0)), constant_values=-1)
     for i in range(3):
         windows = [padded[i, a : a + 8, b : b + 8] for a in range(9) for b in range(9)]
         windows += [w[:, ::-1] for w in windows]
         assert sum(np.array_equal(found[i], w) for w in windows) == 1
-    flipped = np.asarray(images.augmentation("flip", data)(jax.random.key(0), x))
+    flipped = np.asarray(augment.augmentation("flip", data)(jax.random.key(0), x))
     assert all(
         np.array_equal(a, b) or np.array_equal(a, b[:, ::-1])
         for a, b in zip(flipped, x, strict=True)
     )
-    assert images.augmentation("none", data) is None
+    assert augment.augmentation("none", data) is None
     with pytest.raises(InputError, match="augment=flip needs images"):
-        images.augmentation("flip", loading.load("diabetes"))
+        augment.augmentation("flip", loading.load("diabetes"))
 
 
 def test_tables_have_inputs_columns_and_targets(tmp_path):

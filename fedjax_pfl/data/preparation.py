@@ -207,7 +207,7 @@ def numbers(name: str, cells: Any) -> np.ndarray | None:
         texts = np.array([x is None for x in found], bool)
         if texts.any() and not any(x is not None and x == x for x in found):
             return None
-        seen = np.append(np.asarray(distinct, object), None)
+        seen = np.array([*distinct, None], object)
         refuse(name, np.append(texts, False)[codes], "must be a number", seen[codes])
         values = np.array([*found, np.nan], np.float64)[codes]
     refuse(name, np.isinf(values), "must be finite")

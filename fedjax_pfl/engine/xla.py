@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fedjax_pfl.data import cache
+from fedjax_pfl import cache
 
 # of rounds and evaluations, by platform
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from absl import logging
 from chex import Numeric
 
 from fedjax_pfl import (
+    augment,
     clock,
     local_training,
     simulate,
@@ -23,7 +24,6 @@ from fedjax_pfl import (
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data import (
     datasets,
-    features,
     federate,
     loading,
     marks,
@@ -31,7 +31,7 @@ from fedjax_pfl.data import (
     shifts,
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, select
-from fedjax_pfl.data.sources import images, registry, text as tokens, tfds
+from fedjax_pfl.data.sources import registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
@@ -57,7 +57,7 @@ from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.metrics import VAL, watched
 from fedjax_pfl.experiment.types import Experiment, Unseen
-from fedjax_pfl.models import MODELS, nnx_model, pretrained
+from fedjax_pfl.models import MODELS, features, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
 from fedjax_pfl.types import Context, Federation, Model, PyTree, RunState, Task
@@ -346,7 +346,7 @@ def make_task(
         shared=shared,
         rounds=config.rounds,
         participation=config.server.participants,
-        augment=images.augmentation(config.augment, dataset),
+        augment=augment.augmentation(config.augment, dataset),
         bn_stats=config.bn_stats,
         loop=config.loop,
         per_example=rule,

@@ -1,25 +1,18 @@
-"""Folders of image files, decoded once, and augmentations of images."""
+"""Folders of image files, decoded once."""
 
-import hashlib
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.data import cache
+from fedjax_pfl import cache
 from fedjax_pfl.data.datasets import SPLITS, Dataset, prepare_floats, prepare_images
 from fedjax_pfl.data.sources.registry import register
-from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.types import Array
+from fedjax_pfl.errors import InputError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm")
-AUGMENTATIONS = ("none", "flip", "crop_flip")
-MARGIN = 4  # pixels of `crop_flip`
 _CACHE_FORMAT = 3
 _ORIENTATION = 0x0112  # tag of EXIF
 _FACTS = (  # of images, in the note with their number
@@ -61,7 +54,14 @@ def load(path: str, image_size: int | None = None) -> Dataset:
     train, val, _ = map(len, parts)
     names = sorted({label for _, label, _ in files})
     number = {name: i for i, name in enumerate(names)}
-    found = _decoded(folder, [file for file, _, _ in files], image_size)
+    paths = [file for file, _, _ in files]
+    found = cache.stored(
+        folder,
+        folder.name,
+        [_CACHE_FORMAT, image_size],
+        paths,
+        lambda: _decode(paths, image_size),
+    )
     clients = np.array([client for _, _, client in files])
     deep, x = found["x"].dtype != np.uint8, found["x"]
     low, high = found["low"].item(), found["high"].item()
@@ -131,22 +131,6 @@ def _by_class(folder: Path, inner: tuple[str, ...] = ()) -> tuple[list[File], in
     if len({client == "" for _, _, client in found}) > 1:
         raise InputError(f"{folder} has images both in CLASS/ and in CLIENT/CLASS/.")
     return found, ignored
-
-
-def _decoded(
-    folder: Path, files: list[Path], side: int | None
-) -> dict[str, np.ndarray]:
-    """Returns the images of all files, from the cache where it has them, as `_decode`
-    does."""
-    stats = [
-        (str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns)
-        for file in files
-        if file.is_file()
-    ]
-    content = json.dumps([_CACHE_FORMAT, str(folder.resolve()), side, stats])
-    key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    path = cache.folder() / f"{folder.name}-{key}.npz"
-    return cache.stored(path, folder.name, lambda: _decode(files, side))
 
 
 def _decode(files: Sequence[Path], side: int | None) -> dict[str, np.ndarray]:
@@ -257,42 +241,3 @@ def _narrowed(tile: Any) -> bool:
     if tile.codec_name == "ppm":
         return tile.args[1] > 255
     return re.search(r"(RGB[AX]?|LA|CMYK);16", str(tile.args)) is not None
-
-
-def augmentation(name: str, dataset: Dataset) -> Callable[[Array, Array], Array] | None:
-    """Returns (key, prepared images [B, H, W, C]) -> augmented images, None for `none`.
-
-    Args:
-      name: `flip` mirrors half of the images left to right; `crop_flip` also pads 4
-        black pixels on every side and crops a random window of the original size.
-
-    Raises:
-      InputError: an unknown name, or inputs that are no images.
-    """
-    choose("augmentation", name, AUGMENTATIONS)
-    if name == "none":
-        return None
-    if dataset.x.ndim != 4:
-        raise InputError(
-            f"augment={name} needs images [height, width, channels], got inputs of "
-            f"shape {dataset.x.shape[1:]}."
-        )
-    # black, as the model takes it
-    fill = np.asarray(dataset.prepare(jnp.zeros((1, 1, 1, 1), dataset.x.dtype))).item()
-
-    def flip(key: Array, x: Array) -> Array:
-        mirrored = jax.random.bernoulli(key, shape=(len(x), 1, 1, 1))
-        return jnp.where(mirrored, x[:, :, ::-1], x)
-
-    def crop_flip(key: Array, x: Array) -> Array:
-        where, mirror = jax.random.split(key)
-        sides = ((MARGIN, MARGIN), (MARGIN, MARGIN), (0, 0))
-        start = jax.random.randint(where, (len(x), 2), 0, 2 * MARGIN + 1)
-
-        def crop(x: Array, start: Array) -> Array:
-            padded = jnp.pad(x, sides, constant_values=fill)
-            return jax.lax.dynamic_slice(padded, (*start, 0), x.shape)
-
-        return flip(mirror, jax.vmap(crop)(x, start))
-
-    return flip if name == "flip" else crop_flip

@@ -2,8 +2,6 @@
 arrays."""
 
 import functools
-import hashlib
-import json
 import os
 import re
 import shlex
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.data import cache
+from fedjax_pfl import cache
 from fedjax_pfl.data.datasets import Dataset, stored_inputs, usual_preparation
 from fedjax_pfl.data.sources import celeba, text
 from fedjax_pfl.data.sources.registry import register
@@ -125,8 +123,13 @@ def read(name: str, data_dir: str | None = None) -> dict[str, Any]:
     source = "cifar100" if name == "cifar100_coarse" else name
     root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = _version_folder(Path(os.path.expanduser(root)), source)
-    path = _cache_path(source, folder)
-    arrays = cache.stored(path, source, lambda: _decode(source, folder))
+    arrays = cache.stored(
+        folder,
+        f"{source.replace('/', '-')}-{folder.name}",
+        [_CACHE_FORMAT, source],
+        sorted(folder.iterdir()),
+        lambda: _decode(source, folder),
+    )
     y, superclass = arrays["y"], None
     if name == "emnist/letters":
         y = y - 1  # TFDS counts letters from 1
@@ -172,18 +175,6 @@ def _version_folder(root: Path, source: str) -> Path:
             f"delete that folder and run {command(source, root)}"
         )
     return folder
-
-
-def _cache_path(source: str, folder: Path) -> Path:
-    """A file name that changes when the version or any file of the prepared data set
-    changes."""
-    stats = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(folder.iterdir())
-    ]
-    content = json.dumps([_CACHE_FORMAT, source, str(folder.resolve()), stats])
-    key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return cache.folder() / f"{source.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
 def _decode(source: str, folder: Path) -> dict[str, np.ndarray]:

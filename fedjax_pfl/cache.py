@@ -1,8 +1,11 @@
 """Decoded arrays, written to a folder once."""
 
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -16,9 +19,28 @@ def folder() -> Path:
 
 
 def stored(
-    path: Path, source: str, decode: Callable[[], dict[str, np.ndarray]]
+    source: Path,
+    name: str,
+    facts: list[Any],
+    files: Iterable[Path],
+    decode: Callable[[], dict[str, np.ndarray]],
 ) -> dict[str, np.ndarray]:
-    """Returns the decoded arrays, which are written to the cache file once."""
+    """Returns the decoded arrays of a folder, which are written to the cache once.
+
+    Args:
+      source: the folder.
+      name: begins the name of the cache file.
+      facts: all else that the arrays depend on, as values for JSON.
+      files: those that are decoded; a change of one decodes all again.
+    """
+    stats = [
+        (str(file.relative_to(source)), file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+        if file.is_file()
+    ]
+    content = json.dumps([*facts, str(source.resolve()), stats])
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    path = folder() / f"{name}-{key}.npz"
     if path.is_file():
         with np.load(path) as file:
             return dict(file)
