@@ -184,8 +184,8 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
         """Returns what a function of Parts returns of all clients, by id."""
         kept = storage(context.federation.placement)
         return kept.joined(
-            (ids, function(context, kept.read(state, ids, lengths), ids, lengths))
-            for ids, lengths in kept.everybody()
+            (ids, function(context, here, ids, lengths))
+            for here, ids, lengths in kept.everybody(state)
         )
 
     def round(
@@ -197,14 +197,14 @@ def from_parts(on: Parts, setting: Setting, host: OnHost | None = None) -> Progr
         kept = storage(context.federation.placement)
 
         def loss(ids: Array) -> Array:
-            if kept.where is not None or len(ids) == task.num_clients:
+            if kept.where is not None:
                 return of_all(on.losses, context, state)[ids]
             here = kept.read(state, ids, (len(ids),))
             return on.losses(context, here, ids, (len(ids),))
 
         past = {"record": state.record} | ({} if host else {"loss": loss})
         ids, active = on.draw(kept.where, context.key, context.t, **past)
-        here = kept.read(state, ids, layout.lengths)
+        here = kept.of_round(state, ids)
         new, known = on.train(context, here, ids, active, evaluated)
         return kept.write(state, new, ids, active), known
 

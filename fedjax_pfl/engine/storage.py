@@ -32,7 +32,8 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, PyTree, RunState, Task
 
 BLOCK = 2**28  # bytes of the first state that are drawn at once
-Cut = tuple[Any, tuple[int, ...]]  # ids of clients, and how many per architecture
+# the state with the rows of some clients, their ids, and how many per architecture
+Cut = tuple[RunState, Any, tuple[int, ...]]
 
 
 class OnDevices:
@@ -47,8 +48,7 @@ class OnDevices:
         self.where = layout.placement if where is None else where
         self._task, self._layout = task, layout
         self._rows = StateRows(task, self.where, layout.devices)
-        # with everybody in their order rows need no gather
-        self._whole = segments(task, task.num_clients, layout.devices)
+        self._all = max(task.cohort_sizes) == task.num_clients
 
     def init(
         self, init: Callable[..., RunState], key: Array, traced: Traced
@@ -65,21 +65,23 @@ class OnDevices:
         return self._rows.unplace(state)
 
     def read(self, state: RunState, ids: Array, lengths: tuple[int, ...]) -> RunState:
-        """Returns the state with the rows of these clients, or of all in their
-        order."""
-        if lengths == self._whole:
-            return state
+        """Returns the state with the rows of these clients."""
         # on every device, as the sum over them is anyway: else the indices would
         # travel, leaf by leaf
         rows = self._rows.gather(state.rows, self._at(ids), lengths)
         return state.with_rows(sharded(rows, self._layout.mesh, P()))
+
+    def of_round(self, state: RunState, ids: Array) -> RunState:
+        """Returns the state with the rows of a round's clients."""
+        # with everybody in their order rows need no gather
+        return state if self._all else self.read(state, ids, self._layout.lengths)
 
     def write(
         self, state: RunState, new: RunState, ids: Array, active: Array
     ) -> RunState:
         """Returns the state after a round with the rows of all clients."""
         mesh, lengths = self._layout.mesh, self._layout.lengths
-        if lengths == self._whole:
+        if self._all:
             kept = self._rows.keep(new.rows, state.rows, active)
         else:  # on all devices at once: the indices then need not travel
             moved, on_all = sharded((new.rows, active), mesh, P())
@@ -87,10 +89,12 @@ class OnDevices:
             kept = self._rows.scatter(state.rows, at, moved, on_all, lengths)
         return _spread(new.with_rows(kept), mesh)
 
-    def everybody(self) -> Iterator[Cut]:
+    def everybody(self, state: RunState) -> Iterator[Cut]:
         """Yields all clients, in the order of their rows."""
-        ids = jnp.arange(self._task.num_clients, dtype=jnp.int32)
-        yield ids if self.where is None else jnp.asarray(self.where.client), self._whole
+        n, devices = self._task.num_clients, self._layout.devices
+        ids = jnp.arange(n, dtype=jnp.int32)
+        ids = ids if self.where is None else jnp.asarray(self.where.client)
+        yield state, ids, segments(self._task, n, devices)
 
     def joined(self, found: Iterable[tuple[Array, PyTree]]) -> PyTree:
         """Returns by client id what was found of `everybody`."""
@@ -172,6 +176,10 @@ class OnHost:
         rows = architectures.per_group(lambda x: x[known], inside, state.rows)
         return state.with_rows(jax.device_put(rows, self._by_row))
 
+    def of_round(self, state: RunState, ids: Array) -> RunState:
+        """Copies the rows of a round's clients to the devices."""
+        return self.read(state, ids, self._lengths)
+
     def write(
         self, state: RunState, new: RunState, ids: Array, active: Array
     ) -> RunState:
@@ -189,15 +197,16 @@ class OnHost:
         architectures.per_group(whole, inside, state.rows, new.rows)
         return new.with_rows(state.rows)
 
-    def everybody(self) -> Iterator[Cut]:
-        """Yields the ids of all clients, as many at a time as a round has."""
+    def everybody(self, state: RunState) -> Iterator[Cut]:
+        """Yields all clients, as many at a time as a round has."""
         n = self._task.num_clients
         for g, length in enumerate(self._lengths):
             members = architectures.members(self._task, g)
             padding = n + np.arange(-len(members) % length)
             only = tuple(length if h == g else 0 for h in range(len(self._lengths)))
             padded = np.append(members, padding).astype(np.int32)
-            yield from ((ids, only) for ids in padded.reshape(-1, length))
+            for ids in padded.reshape(-1, length):
+                yield self.read(state, ids, only), ids, only
 
     def joined(self, found: Iterable[tuple[Array, PyTree]]) -> PyTree:
         """Returns by client id what was found of `everybody`."""
