@@ -58,7 +58,7 @@ def fedadmm(
     if rho is None:
         rho = LEAST if own_start else 0.01
     if own_start:
-        check("rho", rho, LEAST, math.inf, why="start=client")
+        check("fedadmm: rho", rho, LEAST, math.inf, why="start=client needs it")
 
     def init(key):
         w = task.model.init(key)
