@@ -1,4 +1,4 @@
-"""Where the rows of a run's state are: on the devices, or in host memory.
+"""Storage of the rows of a run's state, on the devices or in host memory.
 
 In host memory, for many clients with large personal models, only the rows of a round's
 clients are on the devices. The results are the same. A round's rows are copied both
@@ -165,7 +165,7 @@ class OnHost:
         """Returns the state."""
         return state
 
-    def read(self, state: RunState, ids: Array, lengths: tuple[int, ...]) -> RunState:
+    def read(self, state: RunState, ids: Any, lengths: tuple[int, ...]) -> RunState:
         """Copies the rows of these clients to the devices."""
         known = np.minimum(ids, self._task.num_clients - 1)
 
