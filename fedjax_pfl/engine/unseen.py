@@ -12,7 +12,7 @@ from fedjax_pfl.engine import contract, validate
 from fedjax_pfl.engine.method import as_arrays
 from fedjax_pfl.engine.parts import parts
 from fedjax_pfl.engine.placement import lay_out
-from fedjax_pfl.engine.program import from_parts, set_up
+from fedjax_pfl.engine.program import Program, from_parts, set_up
 from fedjax_pfl.engine.sampling import shares
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.hyperparameters import method_name
@@ -44,10 +44,41 @@ def scorer(
     """Returns the scores of U held-out clients as a pure function of (key, their
     federation, the trained server, round t).
 
+    "unseen" are the scores of their predictions with the trained server, as before
+    local training; "unseen_post" those right after it.
+
+    Args:
+      as of `personalised`.
+    """
+    on, train = personalised(
+        factory, trained, unseen, hparams, lr_decay=lr_decay, width=width, rounds=rounds
+    )
+
+    def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
+        context, state, post = train(key, federation, server, t)
+        last = {name: x[-1] for name, x in post.items()}
+        return {"unseen": on.evaluate(context, state), "unseen_post": last}
+
+    return run
+
+
+def personalised(
+    factory: Callable[..., Algorithm | Method] | str,
+    trained: Task,
+    unseen: Task,
+    hparams: dict[str, Any] | None = None,
+    *,
+    lr_decay: float = 1.0,
+    width: int = 1,
+    rounds: int = 1,
+) -> tuple[Program, Callable[..., tuple[Context, RunState, dict[str, Array]]]]:
+    """Returns the program of U held-out clients, and (key, their federation, the
+    trained server, round t) -> context and state after local training, and the scores
+    right after each of its rounds [rounds, U].
+
     They start with the rows of `init` and take the local steps of rounds t, t + 1, ...,
     while the server does not change: every mean is its `default`, so that no held-out
-    client influences another. "unseen" are the scores of their predictions with the
-    trained server, as before local training; "unseen_post" those right after it.
+    client influences another.
 
     Args:
       trained: task of the clients that train.
@@ -75,7 +106,9 @@ def scorer(
     layout = lay_out(setting.task, width)
     on = from_parts(parts(setting, layout, held=True), setting)
 
-    def run(key: Array, federation: Federation, server: PyTree, t: Array) -> Scored:
+    def train(
+        key: Array, federation: Federation, server: PyTree, t: Array
+    ) -> tuple[Context, RunState, dict[str, Array]]:
         validate.number_of_clients(unseen, federation)
         wanted = jax.eval_shape(on.init, key, on.traced).method.server
         contract.check_like("The server must be that of this method", wanted, server)
@@ -93,12 +126,9 @@ def scorer(
 
         start = on.init(key, context.traced).method.clients
         rows, post = jax.lax.scan(one, start, jnp.arange(rounds))
-        last_round = context._replace(t=t + rounds - 1)
-        found = on.evaluate(last_round, after(rows))
-        last = {name: x[-1] for name, x in post.items()}
-        return {"unseen": found, "unseen_post": last}
+        return context._replace(t=t + rounds - 1), after(rows), post
 
-    return run
+    return on, train
 
 
 def obstacle(

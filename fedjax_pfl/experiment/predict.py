@@ -8,7 +8,9 @@ has labels (the column `label`, the array y, folders named like classes) accurac
 confusion table are printed.
 
 --client=all takes for each row the client that the column of natural:COLUMN names, or
-all clients without this column. --client=global is the model that the clients share.
+all clients without this column. --client=global is the model that the clients share. A
+client that did not train takes its own local training first, on the labelled rows of
+--train.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from fedjax_pfl import averaging, evaluation
-from fedjax_pfl.data.datasets import stored_inputs
+from fedjax_pfl import averaging, evaluation, simulate
+from fedjax_pfl.algorithms.find import find
+from fedjax_pfl.data.datasets import Dataset, stored_inputs
+from fedjax_pfl.data.federate import federate
+from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.data.sources import arrays, images, rows, table
+from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, clients, results
 from fedjax_pfl.experiment.results import Run
@@ -34,6 +40,7 @@ ROWS = 1000  # predicted at once
 FLAGS = {
     "client": cli.Flag(str, f"name of a client, #3 for number 3, {ALL} or {GLOBAL}"),
     "input": cli.Flag(str, "file or folder of the rows to predict"),
+    "train": cli.Flag(str, "labelled rows of a client that did not train"),
     "output": cli.Flag(str, "file of the predictions", "RUN/predictions.csv"),
     **cli.TRUST,
 }
@@ -153,14 +160,67 @@ def shared(e: Trained, state: RunState) -> Any:
     return run
 
 
-def predictions(run: Run, given: Given, client: str) -> pd.DataFrame:
+def held_out(e: Trained, state: RunState, t: int, rows: Given) -> Any:
+    """Returns the predictor of a client that did not train, after its own local
+    training on labelled rows, by the trained server.
+
+    Raises:
+      InputError: rows have no labels, or the method cannot personalise such clients.
+    """
+    if rows.labels is None:
+        raise InputError("--train must have labels.")
+    y: Any = rows.labels
+    if e.task.label.dtype == np.int32 and not e.task.label.shape:
+        known = e.classes or tuple(map(str, range(e.task.num_classes)))
+        y = [known.index(_name(e, label)) for label in y]
+    n, x = len(rows.x), np.append(rows.x, rows.x[:1], axis=0)  # and a test row
+    y = np.append(np.asarray(y, e.task.label.dtype), y[:1], axis=0)
+    dataset = Dataset("--train", x, y, n, e.task.num_classes, e.task.prepare)
+    federation = federate(dataset, of_clients([range(n)], [[n]]))
+    task = e.task._replace(
+        sizes=np.array([n]),
+        class_counts=np.asarray(federation.class_counts),
+        architecture=np.zeros(1, int),
+        malicious=None,
+        sampling=None,
+    )
+    on, train = unseen.personalised(
+        find(e.config.algo),
+        e.task,
+        task,
+        e.config.hparams,
+        lr_decay=e.config.lr_decay,
+        rounds=e.config.unseen_rounds,
+    )
+    with e.tracing():
+        given = simulate.with_frozen(federation, task), state.method.server
+        context, own, _ = jax.jit(train)(e.key, *given, jnp.int32(t))
+    predict = jax.jit(on.predict)
+
+    def run(x: np.ndarray) -> Any:
+        with e.tracing():
+            return predict(context, own, 0, jnp.asarray(x))
+
+    return run
+
+
+def predictions(
+    run: Run, given: Given, client: str, rows: Given | None = None
+) -> pd.DataFrame:
     """Returns a row per example and client: row, client, class or target, and
     probabilities.
+
+    Args:
+      rows: labelled rows of a client that did not train.
 
     Raises:
       InputError: there is no such client, or the method predicts no scores of classes.
     """
     e, everything = run.trained, np.arange(len(given.x))
+    if rows is not None:
+        predict = held_out(e, run.state(), run.checkpoint[0], rows)
+        found = scores(e, predict, given.x)
+        return _frame(e, given, everything, client, found)
     if client == GLOBAL and GLOBAL not in e.names:
         found = scores(e, shared(e, run.state()), given.x)
         return _frame(e, given, everything, client, found)
@@ -227,7 +287,11 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("Give one run directory, --client and --input.")
     run = results.load(words[0])
     file = Path(given.get("output", run.path / "predictions.csv")).expanduser()
-    found = predictions(run, read(given["input"], run.trained), given["client"])
+    client, e = given["client"], run.trained
+    own = read(given["train"], e) if "train" in given else None
+    if own is not None and client in (*e.names, ALL, GLOBAL):
+        raise InputError(f"--train needs a client that did not train, got {client}.")
+    found = predictions(run, read(given["input"], e), client, own)
     found.to_csv(file, index=False)
     print(file)
     if {"label", "class"} <= {*found}:

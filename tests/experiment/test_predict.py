@@ -10,7 +10,7 @@ from experiment.runs import run
 from experiment.test_build import TABLE, sites
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.experiment import callbacks, export, predict, results
-from fedjax_pfl.experiment.build import _load, build
+from fedjax_pfl.experiment.build import _load, build, unseen_scorer
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.types import Trained
@@ -208,3 +208,28 @@ def test_code_from_elsewhere_needs_trust(tmp_path, capsys, monkeypatch):
         assert "own.py was never imported here: --trust" in capsys.readouterr().err
     assert predicted(*given, "--trust") == 0
     assert predicted(*given) == 0  # from then on it is known
+
+
+def test_a_held_out_client_predicts_after_its_own_training(tmp_path, capsys):
+    """As `unseen` scores it, on the same rows."""
+    file, given = tmp_path / "sites.csv", {"data_fraction": 1.0, "unseen": "names:1"}
+    made = {"dataset": sites(file), "algo": "ditto", "missing": "mean"} | TABLE
+    e = untrained(tmp_path / "run", **made | given | {"lr": 0.5, "unseen_rounds": 3})
+    state, away = results.load(tmp_path / "run").state(), e.unseen
+    score = unseen_scorer(e.config, e.task, away)
+    wanted = score(e.key, away.federation, state.server, np.int32(1))["unseen"]["acc"]
+    frame = pd.read_csv(file)
+    for name in ("train", "test"):
+        index, (size,) = (
+            getattr(away.partition, name),
+            getattr(away.partition, f"{name}_sizes"),
+        )
+        frame.iloc[index[0][:size]].to_csv(tmp_path / f"{name}.csv", index=False)
+    argv = tmp_path / "run", "--client=1", f"--input={tmp_path / 'test.csv'}"
+    assert predicted(*argv, f"--train={tmp_path / 'train.csv'}") == 0
+    found = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    np.testing.assert_allclose((found["class"] == found["label"]).mean(), wanted[0])
+    assert predicted(*argv) == 2
+    train = f"--train={tmp_path / 'train.csv'}"
+    assert predicted(tmp_path / "run", "--client=0", *argv[2:], train) == 2
+    assert "needs a client that did not train" in capsys.readouterr().err
