@@ -183,6 +183,14 @@ def describe(name: str) -> str:
     return "\n\n".join([*docs, " ".join(f"--hparam={n}={x}" for n, x in known)])
 
 
+def show(text: str) -> None:
+    """Prints a text, quietly where nobody reads on, as with `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def guarded(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code; expected errors are one message."""
     try:

@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         out, given["output"] = page(runs, found), given.get("output", "report.html")
     if "output" in given:
         Path(given["output"]).write_text(out, encoding="utf-8")
-    print(given.get("output", out))
+    cli.show(given.get("output", out))
     return 0
 
 

@@ -5,7 +5,7 @@ partition.npz   rows of each client        partition.json  digests, names of cli
 metrics.jsonl   a row per round            scores.jsonl    a row per round, by client
 summary.json    status, seconds, scores    checkpoints/    the last two, by orbax
 best/           checkpoint of --patience   digests.json    hashes of checkpoints
-preparation.json    of texts and tables: what new raw rows need
+preparation.json    of texts and tables: what new raw rows need, with tokenizer.json
 inputs.json         shapes and types, for predictions without the data set
 """
 
@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib import metadata
@@ -54,7 +55,15 @@ _STARTED = {
 }
 # files of a run without a finished round, whose directory is free
 _REFUSED = {
-    *("config.json", "preparation.json", standalone.FILE, CHECKPOINTS, BEST, DIGESTS),
+    *(
+        "config.json",
+        "preparation.json",
+        standalone.FILE,
+        standalone.TOKENIZER,
+        CHECKPOINTS,
+        BEST,
+        DIGESTS,
+    ),
     *_ROWS,
 }
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
@@ -154,6 +163,9 @@ class RunDirectory:
             partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
         if e.preparation is not None:
             self.write("preparation.json", e.preparation.as_json())
+            tokenizer = Path(e.preparation.tokenizer or "").expanduser()
+            if self._writes and tokenizer.suffix == ".json":
+                shutil.copyfile(tokenizer, self.path / standalone.TOKENIZER)
         self.write(standalone.FILE, standalone.recorded(e))
         self._summarize_headline(e)
         self.write("config.json", e.config.flat())

@@ -23,7 +23,7 @@ from fedjax_pfl.experiment.checkpoints import read_json
 from fedjax_pfl.experiment.types import Absent, Experiment, NeedsDataError, Trained
 from fedjax_pfl.types import Federation, Subset
 
-FILE = "inputs.json"
+FILE, TOKENIZER = "inputs.json", "tokenizer.json"
 PREPARATIONS = {
     function.__name__: function
     for function in (
@@ -92,8 +92,11 @@ def _federation(counts: np.ndarray, sizes: np.ndarray) -> Federation:
 
 
 def _preparation(folder: Path) -> Preparation | None:
-    file = folder / "preparation.json"
-    return Preparation.from_json(read_json(file)) if file.is_file() else None
+    file, own = folder / "preparation.json", folder / TOKENIZER
+    found = Preparation.from_json(read_json(file)) if file.is_file() else None
+    if found is not None and own.is_file():
+        return found._replace(tokenizer=str(own))
+    return found
 
 
 def owned(folder: Path) -> tuple[np.ndarray, list[str], tuple[str, ...]] | None:

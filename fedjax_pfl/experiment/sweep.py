@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     parsed = cli.parse(argv, RUN_FLAGS, __doc__ or "")
     given, user = parsed.given, parsed.settings()
     if given.get("list") or given.get("describe"):
-        print(_described(given) if "describe" in given else cli.listing())
+        cli.show(_described(given) if "describe" in given else cli.listing())
         return 0
     cli.start(given)
     if given.get("seeds", 1) == 1:

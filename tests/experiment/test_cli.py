@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -88,3 +90,10 @@ def test_diverging_run_names_the_clients(tmp_path, capsys):
     assert run(*argv) == 3
     assert "is not finite in round" in capsys.readouterr().err
     assert json.loads((path / "summary.json").read_text())["status"] == "diverged"
+
+
+def test_a_list_that_nobody_reads_on_ends_quietly():
+    code = "from fedjax_pfl.experiment import cli; cli.show('x' * 10**6)"
+    command = f'{sys.executable} -c "{code}" | head -c 1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("x", "")

@@ -1,5 +1,7 @@
 """Predictions of a run from its directory alone."""
 
+import json
+
 import jax
 import numpy as np
 import pandas as pd
@@ -233,3 +235,21 @@ def test_a_held_out_client_predicts_after_its_own_training(tmp_path, capsys):
     train = f"--train={tmp_path / 'train.csv'}"
     assert predicted(tmp_path / "run", "--client=0", *argv[2:], train) == 2
     assert "needs a client that did not train" in capsys.readouterr().err
+
+
+def test_a_run_keeps_its_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    file, words = tmp_path / "own.json", {"?": 0, "good": 1, "bad": 2}
+    model = tokenizers.models.WordLevel(words, unk_token="?")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(file))
+    texts = tmp_path / "texts.jsonl"
+    rows = [{"text": f"{['good', 'bad'][i % 2]} x", "label": i % 2} for i in range(40)]
+    texts.write_text("\n".join(map(json.dumps, rows)))
+    given = {"dataset": f"text:{texts}", "tokenizer": str(file), "model": "fasttext"}
+    given |= {"partition": "iid", "data_fraction": 1.0, "algo": "fedavg"}
+    e = untrained(tmp_path / "run", **given)
+    file.unlink()
+    texts.unlink()
+    same(tmp_path / "run", e, rows=[row["text"] for row in rows[:3]])
