@@ -282,15 +282,14 @@ def _assign(
     least: int,
 ) -> np.ndarray:
     """Counts [N, C] by the named rule."""
-    arguments: tuple[Any, ...] = ()
-    if spec.startswith("dirichlet"):
+    rule, given = RULES[spec], {"alpha": alpha, "per_client": k, "least": least}
+    used = {x: given[x] for x in inspect.signature(rule).parameters if x in given}
+    if "alpha" in used:
         check("alpha", alpha, 1e-6, 1e6)
-        arguments = (alpha,)
-    elif spec not in ("iid", "round_robin"):
+    if "per_client" in used:
         most = int(totals.sum()) if spec == "shards" else len(totals)
         check("classes_per_client", k, 1, most, whole=True)
-        arguments = (k, least) if spec == "label_groups" else (k,)
-    return RULES[spec](rng, totals, num_clients, *arguments)
+    return rule(rng, totals, num_clients, **used)
 
 
 def _official_counts(

@@ -55,16 +55,17 @@ def test_list_and_describe(capsys):
 
 def test_describe_a_table(tmp_path, capsys):
     path = tmp_path / "a.csv"
-    path.write_text("site,age,label\n1,2,0\n2,,1\n")
+    path.write_text("site,age,on,label\n1,2,true,0\n2,,,1\n")
     assert run(f"--describe=table:{path}") == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:4] for row in rows] == [
         ["site", "identifier", "0", "2"],
         ["age", "number", "1", "1"],
+        ["on", "boolean", "1", "1"],
         ["label", "label", "0", "2"],
     ]
     assert run(f"--describe=table:{path}", "--partition=natural:x") == cli.BAD_INPUT
-    assert "must have a column x, got site, age" in capsys.readouterr().err
+    assert "must have a column x, got site, age, on" in capsys.readouterr().err
 
 
 def test_exit_codes(tmp_path, capsys):

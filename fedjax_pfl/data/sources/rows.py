@@ -5,7 +5,7 @@ import gzip
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,12 @@ def _check_fields(file: Path, separator: str, count: int) -> None:
         csv.field_size_limit(limit)
 
 
-def _check_names(path: Any, names: Iterable[str]) -> None:
-    seen: list[str] = []
-    for name in names:
+def _check_names(path: Any, names: Sequence[str]) -> None:
+    for i, name in enumerate(names):
         if not name.strip():
-            raise InputError(f"{path}: column {len(seen) + 1} must have a name.")
-        if name in seen:
+            raise InputError(f"{path}: column {i + 1} must have a name.")
+        if name in names[:i]:
             raise InputError(f"{path} must have one column {name}, got two.")
-        seen.append(name)
 
 
 def _decoded(file: Path, lines: bool) -> Any:

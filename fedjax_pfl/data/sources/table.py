@@ -149,8 +149,9 @@ def survey(
         elif name == "target" or name.startswith("target_"):
             seen[name] = Seen("target", found, "target")
         else:
-            kind = "boolean" if found.dtype == np.uint8 else "number"
-            seen[name] = Seen(kind, found, "input")
+            typed_in = cells.dtype.kind not in "iuf"
+            truth = typed_in and set(found[~np.isnan(found)]) <= {0, 1}
+            seen[name] = Seen("boolean" if truth else "number", found, "input")
     if owner is not None:
         check_missing(f"{path}: {owner}", seen[owner].cells)
     return seen, *rows.split(path, frame)

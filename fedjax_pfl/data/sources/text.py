@@ -80,10 +80,7 @@ def classified(
     """
     split = tokenizer(tokens or "word", max_length or LENGTH)
     rows, words = _numbered(map(split, texts))
-    longest = max(map(len, rows), default=0)
-    x = np.zeros((len(rows), max(longest, 1)), np.int32)
-    for row, ids in zip(x, rows, strict=True):
-        row[: len(ids)] = ids
+    x = _padded(rows, max([1, *map(len, rows)]))
     y = np.asarray(labels, np.int32)
     return Dataset(
         name,
@@ -189,9 +186,14 @@ def encode(
 ) -> np.ndarray:
     """Returns texts as ids in a vocabulary, padded to L tokens: [n, L] int32."""
     number, split = {w: i for i, w in enumerate(words)}, tokenizer(tokens, length)
-    x = np.full((len(texts), length), PADDING, np.int32)
-    for row, text in zip(x, texts, strict=True):
-        ids = [number.get(token, UNKNOWN) for token in split(text)]
+    ids = [[number.get(token, UNKNOWN) for token in split(text)] for text in texts]
+    return _padded(ids, length)
+
+
+def _padded(rows: Sequence[Sequence[int] | np.ndarray], length: int) -> np.ndarray:
+    """Returns ids of texts, padded to L tokens: [n, L] int32."""
+    x = np.full((len(rows), length), PADDING, np.int32)
+    for row, ids in zip(x, rows, strict=True):
         row[: len(ids)] = ids
     return x
 
