@@ -914,7 +914,8 @@ def test_another_pool_of_public_examples_is_refused():
 
 @pytest.mark.slow
 def test_public_examples_may_have_no_labels():
-    """Every y is -1."""
+    """Every y is -1, or some are: nobody reads them."""
+    assert make_public(y=np.append(blobs().y[1:], -1)).public is not None
     unlabelled = blobs()._replace(y=np.full(len(blobs().y), -1))
     task, given = (
         simulate.with_public(given_task(), unlabelled),
@@ -930,8 +931,6 @@ def test_public_examples_may_have_no_labels():
         == jnp.float32
     )
     assert make_task({"x": wide.x}, epochs=1).input.dtype == jnp.float32
-    with pytest.raises(InputError, match=r"y must be labels counted from 0, got -1"):
-        make_public(y=np.append(blobs().y[1:], -1))
 
 
 def test_an_optimizer_for_some_of_the_weights_and_an_augmentation_are_accepted():
