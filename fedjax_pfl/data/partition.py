@@ -67,12 +67,19 @@ def digest(p: Partition) -> str:
     return content.hexdigest()
 
 
-def save(path: str | Path, p: Partition, dataset: Dataset) -> None:
-    """Writes a partition of a data set as the .npz that `file:PATH` reads,
-    atomically."""
+def save(
+    path: str | Path, p: Partition, dataset: Dataset, used: Dataset | None = None
+) -> None:
+    """Writes a partition of a data set as the .npz that `file:PATH` reads, atomically.
+
+    Args:
+      used: the same rows with the labels of a run, if it has others, such as the words
+        of a vocabulary.
+    """
     part = Path(f"{path}.part")
     with open(part, "wb") as file:
-        facts = {"labels": _labels(dataset), "class_counts": class_counts(p, dataset)}
+        counts = class_counts(p, dataset if used is None else used)
+        facts = {"labels": _labels(dataset), "class_counts": counts}
         np.savez_compressed(file, **facts, **_contents(p))  # type: ignore[arg-type]  # numpy's stub
     os.replace(part, path)
 

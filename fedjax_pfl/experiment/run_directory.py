@@ -160,7 +160,8 @@ class RunDirectory:
         self.write("partition.json", hashes | more)
         self.write("versions.json", now)
         if self._writes:
-            partition.save(self.path / "partition.npz", e.everybody, e.unmarked)
+            file = self.path / "partition.npz"
+            partition.save(file, e.everybody, e.unmarked, e.dataset)
         if e.preparation is not None:
             self.write("preparation.json", e.preparation.as_json())
             tokenizer = Path(e.preparation.tokenizer or "").expanduser()

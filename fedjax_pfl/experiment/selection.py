@@ -28,7 +28,8 @@ def choose(runs: Sequence[Run], by: str) -> dict[str, Any]:
       InputError: no run has the score.
     """
     rows, values, sign = results.at(results.final(runs), by)
-    cells = rows[[*_COMPARED, "label"]].astype(str).assign(value=values)
+    # text of None, too, which `astype` leaves to be dropped
+    cells = rows[[*_COMPARED, "label"]].map(str).assign(value=values)
     chosen = []
     for _, group in cells.groupby(_COMPARED, sort=False):
         seeds = group.groupby("label", sort=False)["value"].agg(["mean", "std"])
