@@ -64,7 +64,8 @@ def test_a_run_predicts_from_its_files_alone(settings, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", sorted(ALGORITHMS))
 def test_every_method_predicts_from_its_files_alone(algo, tmp_path):
-    settings = {"fedmd": {"public": "digits:20"}, "hetlora": {"adapt": "lora:2"}}
+    lora = {"adapt": "lora:2:dense", "model": "mlp"}
+    settings = {"fedmd": {"public": "digits:20"}, "hetlora": lora}
     try:
         e = untrained(tmp_path, algo=algo, **settings.get(algo, {}))
     except ValueError:
