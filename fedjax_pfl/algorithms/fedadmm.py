@@ -40,7 +40,7 @@ def fedadmm(
     Args:
       rho: the penalty (ρ) in (0, inf); default 0.01 as in the authors' code. With
         start=client it is at least 0.1, the default there: below, the dual variables
-        drown the shared model.
+        outweigh the shared model.
       server_lr: the server's step (η) in [0, inf); 1 as in the authors' code, where it
         is 0.5 from round 60.
       start: where local training begins, at theta (server, as in the authors' code) or

@@ -1,5 +1,5 @@
-"""The functions of an experiment for the rows of a cohort, without the question where
-the rows of the others are kept."""
+"""The functions of an experiment for the rows of a cohort; `storage` has the rows of
+all clients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
 
 class Clock(Protocol):
-    """When clients train, from which version of the server, and what a round is."""
+    """A schedule of local training: whose, from which version of the server."""
 
     @property
     def most_rounds(self) -> int | None:

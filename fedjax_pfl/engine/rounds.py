@@ -117,7 +117,7 @@ def arguments(
 
 
 class Plan(NamedTuple):
-    """Which rounds run, and what is returned of them."""
+    """Rounds of a run, and the results that it returns."""
 
     rounds: int  # the number after the last one
     # every so many rounds, and the last, are evaluated; 0: only after the last

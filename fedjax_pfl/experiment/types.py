@@ -16,6 +16,7 @@ from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.data.preparation import Preparation
 from fedjax_pfl.data.sources.text import encode
 from fedjax_pfl.engine import distributed
+from fedjax_pfl.engine.method import as_arrays
 from fedjax_pfl.engine.schedule import Schedule
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import clients
@@ -88,7 +89,7 @@ class Trained:
     @functools.cached_property
     def traced(self) -> dict[str, Array]:
         """Traced hyperparameters as arrays."""
-        return {name: jnp.float32(x) for name, x in self.alone.traced.items()}
+        return as_arrays(self.alone.traced)
 
     def state_shapes(self) -> RunState:
         """Returns the state's structure, with shapes and dtypes instead of arrays."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from fedjax_pfl.engine.method import as_arrays
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import on_one_device, restored
 from fedjax_pfl.experiment.types import Experiment
@@ -34,8 +35,7 @@ def start(e: Experiment) -> RunState:
     models = [model._replace(init=warm(model.init)) for model in e.task.models]
     task = e.task._replace(models=tuple(models))
     program = on_one_device(e.config, task, e.schedule)
-    traced = {name: jnp.float32(value) for name, value in program.traced.items()}
-    state = program.unplace(program.init(e.key, traced))
+    state = program.unplace(program.init(e.key, as_arrays(program.traced)))
     state = state._replace(method=overlaid(state.method, old, taken))
     if not taken:
         raise InputError(f"--init_from={path} has no variables of this run's shapes.")
