@@ -10,9 +10,16 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl import augment, simulate
-from fedjax_pfl.data import datasets, federate, loading, partitioners, shifts
+from fedjax_pfl.data import (
+    datasets,
+    federate,
+    loading,
+    partitioners,
+    preparation,
+    shifts,
+)
 from fedjax_pfl.data.partition import of_clients
-from fedjax_pfl.data.sources import images, rows
+from fedjax_pfl.data.sources import images
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.config import Config
@@ -147,31 +154,43 @@ def test_tables_have_inputs_columns_and_targets(tmp_path):
         loading.load(f"table:{tmp_path / 't.csv'}")
 
 
-PIECES = """a,b,on,site,kind,label
-1,,true,007,NA,0
+PIECE = (
+    """1,,true,007,NA,0
 2,,false,007,NA,1
-3.5,4,,8,x,0
+""",
+    """3.5,4,,8,x,0
 4,5,true,8,x,1
 5,6,true,8,x,1
-"""
+""",
+)
 
 
-def test_pieces_of_a_table_are_the_table(tmp_path, monkeypatch):
-    """Types of a column may differ between pieces."""
-    path = tmp_path / "t.csv"
-    path.write_text(PIECES)
+def test_a_long_table_is_a_short_one_again_and_again(tmp_path, monkeypatch):
+    """Pandas types a long file piece by piece, and pieces may differ in type."""
+    short, long = tmp_path / "short.csv", tmp_path / "long.csv"
     options = {"missing": "indicator", "categories": "onehot"}
-    whole = loading.load(f"table:{path}", **options)
-    monkeypatch.setattr(rows, "_PIECE", 2)
-    pieces = loading.load(f"table:{path}", **options)
-    np.testing.assert_array_equal(pieces.x, whole.x)
-    assert pieces.inputs == whole.inputs
-    assert [x.name for x in whole.inputs] == ["a", "b", "on", "kind"]
-    assert whole.inputs[3].categories == ("NA", "x")
-    assert pieces.columns["site"].tolist() == ["007", "007", "8", "8", "8"]
-    path.write_text(PIECES + "6,six,true,8,x,1\n")
-    with pytest.raises(InputError, match=r"b of row 6 must be a number, got 'six'"):
-        loading.load(f"table:{path}", **options)
+    for path, times in ((short, 1), (long, 20_000)):
+        rows = "".join(piece * times for piece in PIECE)
+        path.write_text("a,b,on,site,kind,label\n" + rows)
+    few, many = (loading.load(f"table:{path}", **options) for path in (short, long))
+    np.testing.assert_allclose(few.x, many.x[[0, 1, -3, -2, -1]], rtol=1e-5)
+    for one, other in zip(few.inputs, many.inputs, strict=True):
+        assert one._replace(mean=0, scale=0, fill=0) == other._replace(
+            mean=0, scale=0, fill=0
+        )
+    assert [x.name for x in many.inputs] == ["a", "b", "on", "kind"]
+    assert many.inputs[3].categories == ("NA", "x")
+    assert many.columns["site"][[0, 1, -1]].tolist() == ["007", "007", "8"]
+    monkeypatch.setattr(preparation, "_CACHED", 3)
+    np.testing.assert_array_equal(
+        preparation.apply(many.inputs, few.cells.inputs), many.x[[0, 1, -3, -2, -1]]
+    )
+    with open(long, "a") as file:
+        file.write("6,six,true,8,x,1\n")
+    with pytest.raises(
+        InputError, match=r"b of row 100001 must be a number, got 'six'"
+    ):
+        loading.load(f"table:{long}", **options)
 
 
 def test_columns_of_an_npz_divide_it(tmp_path):

@@ -17,7 +17,6 @@ from fedjax_pfl.errors import InputError, in_one_line
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".json", ".jsonl", ".ndjson")
-_PIECE = 100_000  # rows of a table that are read at a time
 
 
 def read(path: str, typed: Callable[[str], bool]) -> Any:
@@ -71,9 +70,7 @@ def _csv(file: Path, separator: str, typed: Callable[[str], bool]) -> Any:
         warnings.simplefilter("ignore", pd.errors.DtypeWarning)
         # of a first row with more fields than the header
         warnings.simplefilter("error", pd.errors.ParserWarning)
-        # at once it would take twice the memory
-        pieces = pd.read_csv(file, chunksize=_PIECE, **typing, **options)
-        frame = pd.concat(pieces, ignore_index=True)
+        frame = pd.read_csv(file, **typing, **options)
     if not len(frame):
         raise InputError(f"{file} must have rows.")
     last = frame[names[-1]]
