@@ -1,7 +1,5 @@
 """Several rounds given to the devices at once: the same experiment, in as few words."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -22,10 +20,8 @@ QUICK = [
     toy.slow("pfedma", 2, (1, 1)),
     toy.slow("pfedhn", 2, (0.6, 0.6)),
 ]
-ALL = [
-    toy.slow(*case, (0.6, 0.6))
-    for case in itertools.product(sorted(ALGORITHMS), (1, 8))
-]
+# on several devices test_fuzz has every method
+ALL = [toy.slow(method, 1, (0.6, 0.6)) for method in sorted(ALGORITHMS)]
 
 
 @pytest.fixture(autouse=True)
