@@ -73,6 +73,8 @@ def at_once(programs, given):
 )
 def test_runs_at_once_are_the_runs_one_by_one(method):
     programs, given = runs_of(method), federations()
+    # the divergence of FedDVA's c is a difference of larger numbers
+    off = 5e-4 if method == "feddva" else 1e-4
     found = list(at_once(programs, given))
     # for the others, too
     functions = simulate.compiled(programs[0], KEYS[0], given[0], eval_every=2)
@@ -86,11 +88,12 @@ def test_runs_at_once_are_the_runs_one_by_one(method):
         for got, wanted in zip((results[i] for results in found), alone, strict=True):
             assert got.round == wanted.round
             assert_close(
-                (plain(got.metrics), got.pre), (plain(wanted.metrics), wanted.pre), 1e-4
+                (plain(got.metrics), got.pre), (plain(wanted.metrics), wanted.pre), off
             )
             # FedDVA's running variances take most of it
             assert_close(got.state, wanted.state, 1e-3)
-    assert not np.allclose(*(result.metrics.loss for result in found[0]))
+    # in the first round FedPCL has no prototypes, and no loss
+    assert not np.allclose(*(result.metrics.loss for result in found[1]))
 
 
 @pytest.mark.slow
