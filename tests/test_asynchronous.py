@@ -167,9 +167,11 @@ def test_several_architectures_are_refused():
         program("local", task, asynchronous.fedbuff(2))
 
 
-@pytest.mark.slow
-def test_width_does_not_matter():
-    rule = asynchronous.fedbuff(3)
+@pytest.mark.parametrize("layout", [{"storage": "host"}, toy.slow({"width": 3})])
+def test_the_layout_does_not_matter(layout):
+    rule = asynchronous.fedbuff(2)
     task = TASK._replace(participation=(0.6, 0.6))
-    one, many = (program("fedavg", task, rule, 2, width=w)[0] for w in (1, 3))
-    toy.assert_close(run(one, 2)[-1].state, run(many, 2)[-1].state)
+    plain, other = (program("ditto", task, rule, 2, **x)[0] for x in ({}, layout))
+    wanted, got = run(plain, 2)[-1], run(other, 2)[-1]
+    toy.assert_close(other.unplace(got.state), wanted.state)
+    toy.assert_close(got.pre, wanted.pre)

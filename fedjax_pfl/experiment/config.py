@@ -255,7 +255,6 @@ def _check_asynchronous(config: Config) -> None:
         "--sampling": config.sampling != "uniform",
         "--aggregate": config.aggregate != "mean",
         "--dp": config.dp is not None,
-        "--client_memory=host": config.client_memory == "host",
     }
     if excluded := [name for name, given in known.items() if given]:
         raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")

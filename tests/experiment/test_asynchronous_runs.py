@@ -48,7 +48,6 @@ def test_a_run_with_more_rounds_goes_on_where_its_schedule_allows(tmp_path):
         ({"sampling": "size"}, "excludes --sampling"),
         ({"aggregate": "median"}, "excludes --aggregate"),
         ({"participation": "0.1:1"}, "excludes a range of --participation"),
-        ({"client_memory": "host"}, "excludes --client_memory=host"),
     ],
 )
 def test_settings_that_need_a_whole_cohort_are_refused(given, message):
