@@ -13,7 +13,7 @@ from fedjax_pfl import models
 from fedjax_pfl.data import datasets
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import export, results
-from fedjax_pfl.models import checkpoints, peft, pretrained, vit
+from fedjax_pfl.models import checkpoints, families, peft, pretrained, vit
 
 TOKENS, LENGTH, CLASSES = 30, 7, 3
 RNG = np.random.default_rng(0)
@@ -26,6 +26,15 @@ SMALL = {
 IMAGES = SMALL | {"image_size": 8, "patch_size": 4, "num_labels": CLASSES}
 TEXT = SMALL | {"vocab_size": TOKENS, "max_position_embeddings": 12}
 LLAMA = TEXT | {"num_attention_heads": 4, "num_key_value_heads": 2}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}
+GEMMA = {
+    "head_dim": 6,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 3,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.7,
+    "attn_implementation": "eager",  # the other has no cap
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -256,6 +265,12 @@ def test_an_encoder_without_pooler_has_the_mean_over_tokens(tmp_path):
         ("Llama ForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 6}),
         ("Llama ForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
         ("Llama ForCausalLM", LLAMA | {"rope_parameters": LLAMA3}),
+        ("Mistral ForCausalLM", LLAMA | {"sliding_window": 3}),
+        ("Qwen2 ForCausalLM", LLAMA),
+        ("Qwen2 ForCausalLM", LLAMA | WINDOWED),
+        ("Qwen3 ForCausalLM", LLAMA | {"head_dim": 6}),
+        ("Gemma2 ForCausalLM", LLAMA | GEMMA),
+        ("Gemma2 ForCausalLM", LLAMA | GEMMA | {"tie_word_embeddings": False}),
     ],
 )
 def test_decoders_have_the_logits_of_pytorch(kind, settings, tmp_path):
@@ -266,9 +281,27 @@ def test_decoders_have_the_logits_of_pytorch(kind, settings, tmp_path):
     close(ours(tmp_path, x, TOKENS, positions=LENGTH, **TOKENS_IN)[2], wanted)
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"model_type": "mistral", "sliding_window": 5}, [5, 5, 5]),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None, None]),
+        ({"model_type": "qwen2", "sliding_window": 5}, [None, None, None]),
+        ({"model_type": "qwen2", "sliding_window": 2} | WINDOWED, [None, 2, 2]),
+        ({"model_type": "gemma2", "sliding_window": 5}, [5, None, 5]),
+        ({"model_type": "llama", "sliding_window": 5}, [None, None, None]),
+    ],
+)
+def test_windows_of_a_config_without_types_of_layers(settings, wanted):
+    """As of networks that were saved by transformers 4."""
+    found = families.windows(families.Config(settings), 3)
+    assert list(found) == wanted
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen3", "Gemma2"])
 def test_decoders_classify_by_the_last_token(kind, tmp_path):
     settings = GPT2 if kind == "GPT2" else LLAMA
+    settings = settings | (GEMMA if kind == "Gemma2" else {})
     settings = settings | {"vocab_size": TOKENS, "pad_token_id": 0}
     settings["num_labels"] = CLASSES
     network = saved(tmp_path, f"{kind} ForSequenceClassification", settings)
@@ -408,6 +441,7 @@ def test_inputs_must_fit_the_network(tmp_path):
         ("Bert ForSequenceClassification", TEXT | {"num_labels": CLASSES}, "dense"),
         ("GPT2 LMHeadModel", GPT2 | {"vocab_size": TOKENS}, "dense"),
         ("Llama ForCausalLM", LLAMA, "attention"),
+        ("Qwen3 ForCausalLM", LLAMA | {"head_dim": 6}, "dense"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft

@@ -5,6 +5,7 @@ module of the file, such as `encoder.layer.0.attention.attention.query`."""
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ class Family(NamedTuple):
       prefix: of all names in the file but those of heads; a file may do without.
       names: module of the body, or "head" -> module in the file. An entry with a full
         name of a parameter has one in the file.
-      edits: {parameter: (its value in the file, files) -> value}.
+      edits: {parameter, `blocks.{}` in all blocks: (its value in the file, files) ->
+        value}.
       transposed: linear layers in the file are [out, in].
       renamed: (part of a module's name in the file, part in transformers 5).
     """
@@ -68,12 +70,18 @@ class Family(NamedTuple):
     def file_name(self, path: tuple[str, ...]) -> str:
         """Returns the name in the file, without prefix, of a module or parameter of the
         body, or of ("head",)."""
-        own, *numbers = ".".join(path), *filter(str.isdecimal, path)
-        if path[0] == "blocks":
-            own = own.replace(f"blocks.{numbers[0]}", "blocks.{}", 1)
+        own = general(path)
         if own not in self.names:
             raise InputError(f"The network has no {'.'.join(path)} in Hugging Face's.")
-        return self.names[own].format(*numbers)
+        return self.names[own].format(*filter(str.isdecimal, path))
+
+
+def general(path: tuple[str, ...]) -> str:
+    """Returns the name of a module or parameter, the same in all blocks."""
+    own = ".".join(path)
+    if path[0] != "blocks":
+        return own
+    return own.replace(f"blocks.{path[1]}", "blocks.{}", 1)
 
 
 def _block_names(base: str, attention: str, **others: str) -> dict[str, str]:
@@ -86,10 +94,7 @@ def _block_names(base: str, attention: str, **others: str) -> dict[str, str]:
     """
     parts = dict(zip(("q", "k", "v", "out"), attention.split(), strict=True))
     names = {f"attention.{own}": theirs for own, theirs in parts.items()}
-    names |= {
-        own.replace("_", "s.") if "_" in own else own: theirs
-        for own, theirs in others.items()
-    }
+    names |= {re.sub(r"_(\d)$", r"s.\1", x): theirs for x, theirs in others.items()}
     return {f"blocks.{{}}.{own}": base + theirs for own, theirs in names.items()}
 
 
@@ -423,12 +428,16 @@ def _decoder(
     longest: int,
     depth: int,
     tied: bool,
+    form: Mapping[str, Any] = MappingProxyType({}),
     **family: Any,
 ) -> Family:
     """Returns a family of causal networks of tokens.
 
     For the next token the body ends in logits, as the head belongs to the network; for
-    a label per text a new head takes the features of the last token."""
+    a label per text a new head takes the features of the last token.
+
+    Args:
+      form: further arguments of `Tokens`."""
     kind, size = config["model_type"], config["vocab_size"]
 
     def factory(
@@ -453,6 +462,7 @@ def _decoder(
             masked=False,
             tied=tied,
             outputs=num_classes,
+            **form,
         )
         if pool == "logits":
             return Net(body, Outputs())
@@ -504,46 +514,108 @@ def _gpt2(config: Config, files: Files) -> Family:
     )
 
 
+class Kind(NamedTuple):
+    """What a model type has beside Llama's."""
+
+    qkv_bias: bool | None = None  # None: as config.json says
+    qk_norm: bool = False
+    # (config, block) -> whether it has a window, where config.json does not say
+    window: Callable[[Config, int], bool] = lambda config, block: False
+    tied: bool = False
+    # norms after the branches, too, whose scales are stored less 1; scaled embeddings;
+    # capped logits
+    gemma: bool = False
+
+
+def _late(config: Config, block: int) -> bool:
+    used: bool = config.get("use_sliding_window", False)
+    return used and block >= config.get("max_window_layers", 28)
+
+
+KINDS = {
+    "llama": Kind(),
+    "mistral": Kind(window=lambda config, block: True),
+    "qwen2": Kind(qkv_bias=True, window=_late),
+    "qwen3": Kind(qk_norm=True, window=_late),
+    "gemma2": Kind(window=lambda config, block: block % 2 == 0, tied=True, gemma=True),
+}
+
+
+def windows(config: Config, depth: int) -> tuple[int | None, ...]:
+    """Returns the window of each block, None where it sees all positions."""
+    kind = KINDS[config["model_type"]]
+    windowed = [kind.window(config, block) for block in range(depth)]
+    if "layer_types" in config:
+        windowed = [name == "sliding_attention" for name in config["layer_types"]]
+    size = config.get("sliding_window")
+    return tuple(size if found else None for found in windowed)
+
+
 def _llama(config: Config, files: Files) -> Family:
+    """Returns a family of the model types in KINDS."""
+    kind = KINDS[config["model_type"]]
+    attention = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+    parts = {
+        "norm_0": "input_layernorm",
+        "norm_1": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "inner": "mlp.up_proj",
+        "outer": "mlp.down_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    }
+    if kind.gemma:
+        parts |= {
+            "norm_1": "pre_feedforward_layernorm",
+            "after.0": "post_attention_layernorm",
+            "after.1": "post_feedforward_layernorm",
+        }
     names = {
         "embedding": "embed_tokens",
         "norm": "norm",
         "unembed": "lm_head",
         "head": "score",
-        **_block_names(
-            "layers.{}.",
-            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
-            norm_0="input_layernorm",
-            norm_1="post_attention_layernorm",
-            gate="mlp.gate_proj",
-            inner="mlp.up_proj",
-            outer="mlp.down_proj",
-        ),
+        **_block_names("layers.{}.", attention, **parts),
     }
-    heads, biased = config["num_attention_heads"], config.get("attention_bias", False)
-    size = config.get("head_dim") or config["hidden_size"] // heads
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    biased = config.get("attention_bias", False)
+    size = config.get("head_dim") or width // heads
+    activation = "hidden_activation" if kind.gemma else "hidden_act"
+    depth = config["num_hidden_layers"]
     layout = _layout(
         config,
-        activation=config.activation("hidden_act", "silu"),
+        activation=config.activation(
+            activation, "gelu_pytorch_tanh" if kind.gemma else "silu"
+        ),
         norm="rms",
         epsilon=config.get("rms_norm_eps", 1e-6),
         gated=True,
         kv_heads=config.get("num_key_value_heads") or heads,
         head=size,
-        qkv_bias=biased,
+        query=config.get("query_pre_attn_scalar"),
+        qk_norm=kind.qk_norm,
+        cap=config.get("attn_logit_softcapping"),
+        qkv_bias=biased if kind.qkv_bias is None else kind.qkv_bias,
         out_bias=biased,
         mlp_bias=config.get("mlp_bias", False),
         rotary=rotary(config, size),
+        both_norms=kind.gemma,
     )
+    form: dict[str, Any] = {"windows": windows(config, depth)}
+    if kind.gemma:
+        form |= {"scale": width**0.5, "cap": config.get("final_logit_softcapping")}
+    scales = [f"{name}.scale" for name in names if "norm" in name or "after" in name]
     return _decoder(
         config,
         files,
         layout,
         config["max_position_embeddings"],
-        config["num_hidden_layers"],
-        config.get("tie_word_embeddings", False),
+        depth,
+        config.get("tie_word_embeddings", kind.tied),
+        form,
         prefix="model.",
         names=names,
+        edits=dict.fromkeys(scales, lambda value, _: value + 1) if kind.gemma else {},
     )
 
 
@@ -574,5 +646,5 @@ TYPES: dict[str, Callable[[Config, Files], Family]] = {
     "bert": _bert,
     "distilbert": _distilbert,
     "gpt2": _gpt2,
-    "llama": _llama,
+    **dict.fromkeys(KINDS, _llama),
 }

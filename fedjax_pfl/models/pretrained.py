@@ -20,7 +20,7 @@ from fedjax_pfl.models.checkpoints import (
     words,
     words_of,
 )
-from fedjax_pfl.models.families import TYPES, Family
+from fedjax_pfl.models.families import TYPES, Family, general
 from fedjax_pfl.models.nets import Shape
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.types import Array, Model, PyTree
@@ -175,7 +175,7 @@ def _value(
         value = value.transpose(2, 3, 1, 0).reshape(-1, len(value))
     elif leaf == "kernel" and family.transposed:
         value = value.T
-    edit = family.edits.get(".".join(path))
+    edit = family.edits.get(general(path))
     if edit is not None:
         value = edit(value, files)
     if value.shape != shape:

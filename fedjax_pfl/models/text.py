@@ -5,6 +5,8 @@ The GRU and the transformer have features per position [B, L, K] where examples 
 label per position, else their mean over the tokens, [B, K]. Axes: L positions, K
 features, V tokens of the vocabulary."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,7 @@ from flax import nnx
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Net, Shape
-from fedjax_pfl.models.transformer import ACTIVATIONS, Block, Layout, norm
+from fedjax_pfl.models.transformer import ACTIVATIONS, Block, Layout, capped, norm
 from fedjax_pfl.types import Array
 
 
@@ -94,6 +96,9 @@ class Tokens(nnx.Module):
         pooler: str = "",
         tied: bool = True,
         outputs: int | None = None,
+        windows: Sequence[int | None] = (),
+        scale: float = 1.0,
+        cap: float | None = None,
     ):
         """Makes the layers.
 
@@ -112,6 +117,10 @@ class Tokens(nnx.Module):
           tied: "logits" are products with the token embeddings, else of a layer of
             their own.
           outputs: C of "logits", the first ones of V; None: V.
+          windows: of each block, the positions up to its own that a position attends
+            to; None: all.
+          scale: of the token embeddings.
+          cap: "logits" are cap tanh(logits / cap); None: as they are.
         """
         small = nnx.initializers.normal(0.02)
         width = layout.width
@@ -132,6 +141,8 @@ class Tokens(nnx.Module):
         self.causal, self.masked = causal, masked
         self.rotary = bool(layout.rotary)
         self.outputs = vocabulary if outputs is None else outputs
+        self.windows = tuple(windows) or (None,) * depth
+        self.scale, self.cap = scale, cap
 
     def __call__(
         self, x: Array, train: bool = False, rngs: nnx.Rngs | None = None
@@ -139,6 +150,8 @@ class Tokens(nnx.Module):
         still = not train or rngs is None
         length = x.shape[1]
         h = self.embedding(x)
+        if self.scale != 1:
+            h = h * self.scale
         if not self.rotary:
             h = h + self.places[...][None, :length]
         if hasattr(self, "first_norm"):
@@ -149,8 +162,11 @@ class Tokens(nnx.Module):
             seen = jnp.tril(seen)
         if self.masked:
             seen = seen & (x != 0)[:, None]
-        for block in self.blocks:
-            h = block(h, seen, train, rngs)
+        places = jnp.arange(length)
+        back = places[:, None] - places[None]
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            near = seen if window is None else seen & (back < window)[None]
+            h = block(h, near, train, rngs)
         if hasattr(self, "norm"):
             h = self.norm(h)
         h = self._pooled(h, x)
@@ -169,7 +185,7 @@ class Tokens(nnx.Module):
         if self.pool == "logits":
             own = hasattr(self, "unembed")
             logits = self.unembed(h) if own else self.embedding.attend(h)
-            return logits[..., : self.outputs]
+            return capped(logits[..., : self.outputs], self.cap)
         return h
 
 

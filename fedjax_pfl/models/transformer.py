@@ -59,11 +59,15 @@ class Layout:
       kv_heads: heads of keys and values, each of H / kv_heads heads of queries
         (grouped-query attention); None: H.
       head: D; None: K / H.
+      query: features by whose root queries are divided; None: D.
+      qk_norm: queries and keys have norms over D.
+      cap: logits of the attention are cap tanh(logits / cap); None: as they are.
       qkv_bias: queries, keys and values have biases.
       out_bias: the output of the attention has a bias.
       mlp_bias: the perceptron has biases.
       rotary: frequencies [D / 2] of rotary position embeddings; empty: none.
       scaled: each branch has a factor per feature (layer scale).
+      both_norms: norms before and after each branch.
     """
 
     width: int
@@ -78,11 +82,15 @@ class Layout:
     fused: bool = True
     kv_heads: int | None = None
     head: int | None = None
+    query: float | None = None
+    qk_norm: bool = False
+    cap: float | None = None
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
     rotary: tuple[float, ...] = ()
     scaled: bool = False
+    both_norms: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -101,10 +109,17 @@ class LayerNorm(nnx.LayerNorm):
         return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
 
 
-def norm(layout: Layout, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Returns a norm over features."""
+def norm(
+    layout: Layout, rngs: nnx.Rngs, features: int | None = None
+) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Returns a norm over K features, or another number of them."""
     make = nnx.RMSNorm if layout.norm == "rms" else LayerNorm
-    return make(layout.width, epsilon=layout.epsilon, rngs=rngs)
+    return make(features or layout.width, epsilon=layout.epsilon, rngs=rngs)
+
+
+def capped(logits: Array, cap: float | None) -> Array:
+    """Returns cap tanh(logits / cap), between -cap and cap; None: the logits."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Attention(nnx.Module):
@@ -120,6 +135,9 @@ class Attention(nnx.Module):
                 layers.linear(width, size, rngs, use_bias=biased) for size in sizes
             )
         self.out = layers.linear(sizes[0], width, rngs, use_bias=layout.out_bias)
+        if layout.qk_norm:
+            size = sizes[0] // layout.heads
+            self.q_norm, self.k_norm = (norm(layout, rngs, size) for _ in "qk")
         self.layout = layout
 
     def __call__(self, h: Array, seen: Array | None = None) -> Array:
@@ -133,12 +151,15 @@ class Attention(nnx.Module):
             parts = [self.q(h), self.k(h), self.v(h)]
         size = c.head or c.width // c.heads
         q, k, v = (a.reshape(*a.shape[:2], -1, size) for a in parts)  # [B, L, H, D]
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if c.rotary:
             q, k = rotated(q, c.rotary), rotated(k, c.rotary)
         if k.shape[2] < c.heads:
             k, v = (jnp.repeat(a, c.heads // a.shape[2], axis=2) for a in (k, v))
         q, k, v = (laid_out(jnp.swapaxes(a, 1, 2)) for a in (q, k, v))  # [B, H, L, D]
-        logits = jnp.einsum("bhid,bhjd->bhij", q / math.sqrt(size), k)
+        q = q / math.sqrt(c.query or size)
+        logits = capped(jnp.einsum("bhid,bhjd->bhij", q, k), c.cap)
         if seen is not None:
             logits = jnp.where(seen[:, None], logits, MASKED)
         weights = softmax(logits)
@@ -159,11 +180,14 @@ class Block(nnx.Module):
     """Transformer block: h + Attention(Norm(h)), then the same with a perceptron of one
     hidden layer, dropout on both branches.
 
-    With `post_norm` each half is Norm(h + branch(h))."""
+    With `post_norm` each half is Norm(h + branch(h)), with `both_norms` h +
+    Norm(branch(Norm(h)))."""
 
     def __init__(self, layout: Layout, rngs: nnx.Rngs):
         width, hidden, biased = layout.width, layout.hidden, layout.mlp_bias
         self.norms = nnx.List([norm(layout, rngs) for _ in range(2)])
+        if layout.both_norms:
+            self.after = nnx.List([norm(layout, rngs) for _ in range(2)])
         self.attention = Attention(layout, rngs)
         self.inner = layers.linear(width, hidden, rngs, use_bias=biased)
         self.outer = layers.linear(hidden, width, rngs, use_bias=biased)
@@ -186,6 +210,8 @@ class Block(nnx.Module):
         for i, branch in enumerate((attend, self._perceptron)):
             before = h if self.layout.post_norm else self.norms[i](h)
             change = branch(before)
+            if self.layout.both_norms:
+                change = self.after[i](change)
             if self.layout.scaled:
                 change = change * self.scales[i][...][None, None]
             still = not train or rngs is None
