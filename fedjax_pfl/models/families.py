@@ -515,7 +515,7 @@ def _gpt2(config: Config, files: Files) -> Family:
 
 
 class Kind(NamedTuple):
-    """What a model type has beside Llama's."""
+    """A model type by its differences from Llama's."""
 
     qkv_bias: bool | None = None  # None: as config.json says
     qk_norm: bool = False
