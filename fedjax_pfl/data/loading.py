@@ -6,6 +6,7 @@ from fedjax_pfl import user_code
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.sources import (  # noqa: F401  # they register themselves
     arrays,
+    chat,
     domains,
     images,
     objects,

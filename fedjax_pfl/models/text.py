@@ -162,8 +162,8 @@ class Tokens(nnx.Module):
             seen = jnp.tril(seen)
         if self.masked:
             seen = seen & (x != 0)[:, None]
-        places = jnp.arange(length)
-        back = places[:, None] - places[None]
+        at = jnp.arange(length)
+        back = at[:, None] - at[None]
         for block, window in zip(self.blocks, self.windows, strict=True):
             near = seen if window is None else seen & (back < window)[None]
             h = block(h, near, train, rngs)

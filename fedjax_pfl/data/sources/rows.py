@@ -1,11 +1,12 @@
 """Rows with named columns: .csv, .tsv, .json and .jsonl, read by pandas and json."""
 
+import contextlib
 import csv
 import gzip
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,41 @@ def read(path: str, typed: Callable[[str], bool]) -> Any:
     Raises:
       InputError: the file cannot be read or has no rows, or a row has other columns.
     """
-    file = Path(path).expanduser()
-    suffix = Path(file.name.lower().removesuffix(".gz")).suffix
-    if suffix not in (*_SEPARATORS, *_JSON):
-        known = ", ".join((*_SEPARATORS, *_JSON))
-        raise InputError(f"{path} must end in one of {known} (.gz too).")
-    try:
+    file, suffix = _known(path, (*_SEPARATORS, *_JSON))
+    with _readable(path):
         if suffix in _SEPARATORS:
             return _csv(file, _SEPARATORS[suffix], typed)
         content = _decoded(file, suffix != ".json")
-        return content if isinstance(content, dict) else _frame(path, content, typed)
+        return content if isinstance(content, dict) else frame(path, content, typed)
+
+
+def objects(path: str) -> list[dict[str, Any]]:
+    """Reads the rows of a .json or .jsonl file, .gz or not, whatever their cells.
+
+    Raises:
+      InputError: the file cannot be read, or has something else.
+    """
+    file, suffix = _known(path, _JSON)
+    with _readable(path):
+        content: list[dict[str, Any]] = _decoded(file, suffix != ".json")
+    _check_objects(path, content)
+    return content
+
+
+def _known(path: str, suffixes: Sequence[str]) -> tuple[Path, str]:
+    """Returns the file and its suffix before .gz."""
+    file = Path(path).expanduser()
+    suffix = Path(file.name.lower().removesuffix(".gz")).suffix
+    if suffix not in suffixes:
+        raise InputError(f"{path} must end in one of {', '.join(suffixes)} (.gz too).")
+    return file, suffix
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turns the errors of readers into InputError."""
+    try:
+        yield
     except InputError:
         raise
     except Warning as warning:
@@ -134,14 +160,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _frame(path: str, rows: Any, typed: Callable[[str], bool]) -> Any:
-    import pandas as pd
-
+def _check_objects(path: str, rows: Any) -> None:
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} must hold rows with named columns.")
     for i, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{path}: row {i} must be an object, got {row!r:.40}.")
+
+
+def frame(path: str, rows: Any, typed: Callable[[str], bool]) -> Any:
+    """Returns objects of numbers and texts as a pandas frame; `typed` as of `read`.
+
+    Raises:
+      InputError: a row is no object, or a cell is a list or an object.
+    """
+    import pandas as pd
+
+    _check_objects(path, rows)
+    for i, row in enumerate(rows, 1):
         for name, cell in row.items():
             if isinstance(cell, list | dict):
                 kind = "a list" if isinstance(cell, list) else "an object"

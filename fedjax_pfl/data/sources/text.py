@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,44 @@ def tokenizer(name: str, length: int | None = None) -> Tokenizer:
         return lambda text: _WORD.findall(text.lower())[:length]
     if name == "char":
         return lambda text: list(text[:length])
+    made = _hugging_face(name)
+    if length is not None:
+        check("max_length", length, made.num_special_tokens_to_add(False), math.inf)
+        made.enable_truncation(length)
+    return lambda text: made.encode(text).tokens
+
+
+def places(name: str) -> Callable[[str], tuple[list[str], list[int]]]:
+    """Returns a function from a text to its tokens and where each begins; no special
+    token is added to the text's own.
+
+    Args:
+      name: as of `tokenizer`.
+
+    Raises:
+      InputError: as `tokenizer`.
+    """
+    if name == "char":
+        return lambda text: (list(text), list(range(len(text))))
+    if name == "word":
+        return _words
+
+    made = _hugging_face(name)
+
+    def tokens(text: str) -> tuple[list[str], list[int]]:
+        found = made.encode(text, add_special_tokens=False)
+        return found.tokens, [start for start, _ in found.offsets]
+
+    return tokens
+
+
+def _words(text: str) -> tuple[list[str], list[int]]:
+    found = list(_WORD.finditer(text.lower()))
+    return [word.group() for word in found], [word.start() for word in found]
+
+
+def _hugging_face(name: str) -> Any:
+    """Returns the tokenizer of a tokenizer.json, without truncation and padding."""
     if not name.endswith(".json"):
         raise InputError(f"`tokenizer` must be word, char or a .json file, got {name}.")
     try:
@@ -50,10 +89,7 @@ def tokenizer(name: str, length: int | None = None) -> Tokenizer:
         ) from None
     except Exception as error:  # of the library, which has no other type
         raise InputError(f"{name} cannot be read ({in_one_line(error)}).") from error
-    if length is not None:
-        check("max_length", length, made.num_special_tokens_to_add(False), math.inf)
-        made.enable_truncation(length)
-    return lambda text: made.encode(text).tokens
+    return made
 
 
 def classified(
@@ -79,8 +115,8 @@ def classified(
       max_length: L; default 200.
     """
     split = tokenizer(tokens or "word", max_length or LENGTH)
-    rows, words = _numbered(map(split, texts))
-    x = _padded(rows, max([1, *map(len, rows)]))
+    rows, words = numbered(map(split, texts))
+    x = padded(rows, max([1, *map(len, rows)]))
     y = np.asarray(labels, np.int32)
     return Dataset(
         name,
@@ -112,14 +148,14 @@ def spoken(
       max_length: L; default 80.
     """
     length, split = max_length or PASSAGE, tokenizer(tokens or "char")
-    numbered, words = _numbered(split(text) for text in texts.values())
+    each, words = numbered(split(text) for text in texts.values())
     x, y, speakers = list[np.ndarray](), list[np.ndarray](), list[str]()
-    for speaker, ids in zip(texts, numbered, strict=True):
+    for speaker, ids in zip(texts, each, strict=True):
         count = -(-(len(ids) - 1) // length) if len(ids) > 1 else 0
         for found, part, fill in ((x, ids[:-1], PADDING), (y, ids[1:], -1)):
-            padded = np.full(count * length, fill, np.int32)
-            padded[: len(part)] = part if count else ()
-            found.append(padded.reshape(count, length))
+            filled = np.full(count * length, fill, np.int32)
+            filled[: len(part)] = part if count else ()
+            found.append(filled.reshape(count, length))
         speakers += [speaker] * count
     if not speakers:
         raise InputError(f"{name} must have a speaker with two tokens or more.")
@@ -137,7 +173,7 @@ def spoken(
     )
 
 
-def _numbered(
+def numbered(
     rows: Iterable[Sequence[str]],
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """Numbers tokens in the order of their first occurrence, from 2."""
@@ -187,10 +223,10 @@ def encode(
     """Returns texts as ids in a vocabulary, padded to L tokens: [n, L] int32."""
     number, split = {w: i for i, w in enumerate(words)}, tokenizer(tokens, length)
     ids = [[number.get(token, UNKNOWN) for token in split(text)] for text in texts]
-    return _padded(ids, length)
+    return padded(ids, length)
 
 
-def _padded(rows: Sequence[Sequence[int] | np.ndarray], length: int) -> np.ndarray:
+def padded(rows: Sequence[Sequence[int] | np.ndarray], length: int) -> np.ndarray:
     """Returns ids of texts, padded to L tokens: [n, L] int32."""
     x = np.full((len(rows), length), PADDING, np.int32)
     for row, ids in zip(x, rows, strict=True):
