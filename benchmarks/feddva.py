@@ -22,7 +22,7 @@ from absl import flags
 from benchmarks import report
 from benchmarks.runner import Runner
 from benchmarks.setting import CLASSES, dataset
-from fedjax_pfl import averaging, evaluation, local_training, losses, models, simulate
+from fedjax_pfl import averaging, local_training, losses, models, simulate
 from fedjax_pfl.algorithms.feddva import dva
 from fedjax_pfl.algorithms.feddva.feddva import feddva
 from fedjax_pfl.data.federate import federate
@@ -30,16 +30,15 @@ from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.models import cnn_dva, vae
 from fedjax_pfl.models.nnx_model import network
 from fedjax_pfl.types import (
-    Algorithm,
     Array,
     Batch,
     Client,
-    Cohort,
     Federation,
-    Metrics,
+    Method,
     PyTree,
     State,
     Task,
+    Update,
 )
 
 FLAGS = flags.FLAGS
@@ -47,7 +46,7 @@ FLAGS = flags.FLAGS
 SHAPE, BATCH, LATENT = (28, 28, 1), 256, 8
 
 
-def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
+def plain_vae(task: Task, *, hidden: int = 512) -> Method:
     """A variational autoencoder under FedAvg: encoder and decoder are trained together
     and averaged."""
     widths = cnn_dva.channels(SHAPE, hidden)
@@ -96,34 +95,18 @@ def plain_vae(task: Task, *, hidden: int = 512) -> Algorithm:
         task, (), variables=jax.eval_shape(lambda: init(jax.random.key(0)))
     )
 
-    def round(key: Array, state: State, cohort: Cohort) -> tuple[State, Metrics]:
-        def client(c: Client, own: PyTree):
-            w, value = local_training.sgd(
-                c.key,
-                c.train,
-                loss,
-                split.receive(state.server, own),
-                task,
-                train=tuple(nets),
-            )
-            shared, own = split.send(w)
-            return (
-                shared,
-                own,
-                value,
-                evaluation.post(cohort, c, predict(w, own, c), score),
-            )
-
-        server, (own, value, post) = cohort.mean(
-            client, state.clients, weight=cohort.sizes, default=state.server
+    def client(c: Client, server: PyTree, own: PyTree) -> Update:
+        w, value = local_training.sgd(
+            c.key, c.train, loss, split.receive(server, own), task, train=tuple(nets)
         )
-        return State(server, own), Metrics(value, post)
+        shared, own = split.send(w)
+        return Update(shared, own, predict(w, own, c), value)
 
-    return Algorithm(
+    return averaging.from_client(
         lambda key: State(*split.send(init(key))),
-        round,
+        client,
         predict,
-        score,
+        score=score,
         headline=("size", "max"),
     )
 

@@ -576,7 +576,7 @@ class Algorithm(NamedTuple):
     predict: Callable[[PyTree, PyTree, Client], Predictor]
     # (outputs [B, ...], y, mask, client), with the headline
     score: Callable[[PyTree, Array, Array, Client], Scores]
-    # None: the size of the upload, both ways
+    # see `fedjax_pfl.traffic`; None: nothing travels, as the server has no state
     traffic: Callable[[State, Cohort, Metrics], Traffic] | None = None
     # the primary score, and whether "max" or "min" is better
     headline: tuple[str, str] = ("acc", "max")

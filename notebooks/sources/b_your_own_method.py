@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Your own method in 30 lines
 #
-# A method is one function, its round, written for one client in the order of the paper's algorithm. Batching,
+# A method is one function, what a client does in a round, written in the order of the paper's algorithm. Batching,
 # shuffling, devices, padding and absent clients are not its business. Here is a new one: clients average the body
 # of the network and each keeps its head, as in FedPer, but begins every round with a head that is moved half-way
 # back to the mean of all heads.
@@ -10,8 +10,8 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from fedjax_pfl import averaging, evaluation, local_training, losses, trees
-from fedjax_pfl.types import Algorithm, Metrics, State
+from fedjax_pfl import averaging, local_training, trees
+from fedjax_pfl.types import State, Update
 
 
 def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
@@ -21,7 +21,7 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
     Args:
       beta: how far a client's head is moved to the mean of all, in [0, 1].
     """
-    loss, split = losses.classification(task.model, task), averaging.split(task)  # what is sent, and what stays
+    sgd, split = local_training.bind(task), averaging.split(task)  # what is sent, and what stays
 
     def init(key):
         w = task.model.init(key)
@@ -32,25 +32,21 @@ def halfway(task, *, beta: Annotated[float, Interval(ge=0, le=1)] = 0.5):
         w = split.receive(server, mine["own"])
         return {**w, "head": trees.lerp(beta, w["head"], mine["head"])}
 
-    def round(key, state, cohort):
-        def client(c, mine):
-            w, value = local_training.sgd(c.key, c.train, loss, start(state.server, mine), task)
-            shared, own = split.send(w)
-            post = evaluation.post(cohort, c, averaging.predictor(task.model, w))
-            return shared, {"head": w["head"], "own": own}, value, post
-
-        w, (mine, value, post) = cohort.mean(client, state.clients, weight=cohort.sizes, default=state.server)
-        return State(w, mine), Metrics(value, post)
+    def client(c, server, mine):
+        w, value = sgd(c, start(server, mine))
+        shared, own = split.send(w)
+        return Update(shared, {"head": w["head"], "own": own}, averaging.predictor(task.model, w), value)
 
     def predict(server, mine, c):
         return averaging.predictor(task.model, start(server, mine))
 
-    return Algorithm(init, round, predict, evaluation.classification)
+    return averaging.from_client(init, client, predict)
 
 
 # %% [markdown]
-# The first result of `client` is what it uploads, and `cohort.mean` averages it; the others come back one per
-# client. Is it right? `check_algorithm` tries what the package demands of its own methods: another order of the
+# The first part of an `Update` is what the client sends, and the server takes the mean of it, weighted by the clients'
+# examples; the second stays with the client, the third predicts after local training, the last is the training loss.
+# Is it right? `check_algorithm` tries what the package demands of its own methods: another order of the
 # clients, padding filled with poison, masked rows with other values, absent clients, batch norm that stays with its client, other layouts. A mistake is
 # answered by the name of the rule that it breaks.
 # %%

@@ -302,5 +302,5 @@ def test_rows_of_the_networks(tmp_path):
     argv = ["--algo=fd", *SMALL, "--model=linear,mlp", "--rounds=1"]
     assert run(*argv, f"--workdir={path}") == 0
     *_, last = RunDirectory(path).rows("metrics.jsonl")
-    assert last["pre/acc@linear_clients"] + last["pre/acc@mlp_clients"] == 5
+    assert last["pre/acc@linear/clients"] + last["pre/acc@mlp/clients"] == 5
     shutil.rmtree(path)
