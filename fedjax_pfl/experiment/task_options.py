@@ -4,13 +4,13 @@ A name may have values, as focal:2. FILE.py:NAME is a function of the user's own
 the arguments of the field of `Task`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 
 from fedjax_pfl import augment, losses
 from fedjax_pfl.engine import asynchronous
@@ -93,13 +93,21 @@ def gaussian(scale: Scale = 1.0) -> Option:
     return attack("gaussian", scale)
 
 
+def class_balanced(
+    beta: Annotated[float, Interval(ge=0, lt=1)] = 0.999, *, class_counts: np.ndarray
+) -> losses.Loss:
+    """Weighs classes by (1 - beta) / (1 - beta^n), of n examples (Cui et al., CVPR
+    2019)."""
+    return losses.class_balanced(beta, class_counts)
+
+
 LOSSES = Options(
     "loss",
     {
         "cross_entropy": of_labels,
         "label_smoothing": losses.label_smoothing,
         "focal": losses.focal,
-        "class_balanced": functools.partial(losses.class_balanced, beta=0.999),
+        "class_balanced": class_balanced,
     },
     given=("class_counts",),
 )

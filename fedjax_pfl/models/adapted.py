@@ -84,6 +84,16 @@ def lora(
     return Adaptation(f"lora:{rank}", insert, trains, scale)
 
 
+def ffa_lora(
+    rank: Annotated[int, Ge(1)] = 8,
+    alpha: float | None = None,
+    where: Literal["attention", "dense", "all"] = "attention",
+) -> Adaptation:
+    """LoRA of which B alone is trained, and A is frozen as drawn (Sun et al., FFA-LoRA,
+    ICLR 2024); the arguments are those of `lora`."""
+    return lora(rank, alpha=alpha, where=where, train="b")
+
+
 def bias() -> Adaptation:
     """All biases (Ben Zaken et al., BitFit, ACL 2022)."""
     return Adaptation("bias", _nothing, lambda path, _: path[-1] == "bias")
@@ -133,7 +143,7 @@ ADAPTATIONS = Options(
     "adapt",
     {
         "lora": lora,
-        "ffa_lora": functools.partial(lora, train="b"),
+        "ffa_lora": ffa_lora,
         "head": head,
         "bias": bias,
         "norms": norms,
