@@ -402,6 +402,10 @@ def post(
     return jax.lax.cond(cohort.evaluated, run, lambda: nothing)
 
 
+# over clients, see `statistics`
+STATISTICS = ("macro", "micro", "std", "worst10", "best10", "clients")
+
+
 def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     """Computes statistics over clients of one score.
 
@@ -410,13 +414,13 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
       weights: [N] test examples.
 
     Returns:
-      macro (mean over clients), micro (weighted by `weights`), std, and the means of
-      the worst and the best 10 % of clients.
+      macro (mean over clients), micro (weighted by `weights`), std, the means of the
+      lowest and the highest 10 % of clients, and the number of clients.
     """
     values = np.asarray(values, np.float64)
     seen = ~np.isnan(values)
     if not seen.any():
-        return dict.fromkeys(("macro", "micro", "std", "worst10", "best10"), math.nan)
+        return dict.fromkeys(STATISTICS, math.nan)
     v = np.sort(values[seen])
     tenth = max(1, math.ceil(0.1 * len(v) - 1e-9))
     return {
@@ -425,4 +429,5 @@ def statistics(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
         "std": float(v.std()),
         "worst10": float(v[:tenth].mean()),
         "best10": float(v[-tenth:].mean()),
+        "clients": len(v),
     }

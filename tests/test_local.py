@@ -233,6 +233,7 @@ def test_statistics_over_clients_by_hand():
         "macro": 0.5,
         "micro": seen @ weights[:21] / weights[:21].sum(),
         "std": np.sqrt(np.mean((seen - 0.5) ** 2)),
+        "clients": 21,
     }
     # three clients are at least a tenth of 21
     assert got == pytest.approx(expected | {"worst10": 0.05, "best10": 0.95})

@@ -1,7 +1,7 @@
 """Per-round results, copied to the host."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,16 @@ class Result(NamedTuple):
     metrics: Round | None  # None in the last result
     # {name: [N]}, scores before the round, if evaluated
     pre: dict[str, np.ndarray] | None
+
+
+class Score(NamedTuple):
+    """One statistic over clients of a score in a round."""
+
+    round: int
+    point: str  # pre, post, ...
+    score: str
+    statistic: str  # of `evaluation.statistics`
+    value: float
 
 
 def result(
@@ -71,11 +81,12 @@ def record(result: Result, test_sizes: np.ndarray) -> dict[str, Any]:
       the columns of `of_round` and, for every score, pre/NAME (mean over clients) and
       pre/NAME/STATISTIC: micro, std, worst10, best10 and clients; likewise post/.
     """
-    row, m = of_round(result), result.metrics
+    t, m, rows = result.round, result.metrics, list[Score]()
     if m is not None:
         post = {name: np.where(m.active, x, np.nan) for name, x in m.post.items()}
-        row |= statistics("post", post, test_sizes[m.ids])
-    return row | statistics("pre", result.pre or {}, test_sizes)
+        rows += scores(t, "post", post, test_sizes[m.ids])
+    rows += scores(t, "pre", result.pre or {}, test_sizes)
+    return of_round(result) | columns(rows)
 
 
 def of_round(result: Result) -> dict[str, Any]:
@@ -104,15 +115,26 @@ def _of_participants(m: Round) -> dict[str, Any]:
     return row
 
 
-def statistics(
-    point: str, scores: dict[str, np.ndarray], weights: np.ndarray
-) -> dict[str, float]:
-    """Returns statistics of scores [N] with weights [N] under the names of `record`;
-    NaN where a client has no score."""
-    row: dict[str, float] = {}
-    for name, values in scores.items():
-        found = evaluation.statistics(values, weights)
-        row[f"{point}/{name}"] = found.pop("macro")
-        found["clients"] = int(np.isfinite(values).sum()) or math.nan
-        row |= {f"{point}/{name}/{x}": value for x, value in found.items()}
-    return {name: value for name, value in row.items() if not math.isnan(value)}
+def scores(
+    t: int, point: str, values: Mapping[str, np.ndarray], weights: np.ndarray
+) -> list[Score]:
+    """Returns the statistics of scores {name: [N]} with weights [N]; none of a score
+    that is NaN for all clients."""
+    return [
+        Score(t, point, name, statistic, value)
+        for name, of_clients in values.items()
+        for statistic, value in evaluation.statistics(of_clients, weights).items()
+        if not math.isnan(value)
+    ]
+
+
+def columns(rows: Iterable[Score]) -> dict[str, float]:
+    """Returns scores of a round as the columns of `record`."""
+    found = {}
+    for row in rows:
+        mean = row.statistic == "macro"
+        words = (
+            (row.point, row.score) if mean else (row.point, row.score, row.statistic)
+        )
+        found["/".join(words)] = row.value
+    return found

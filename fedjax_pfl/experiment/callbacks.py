@@ -27,8 +27,8 @@ import rich.console
 import rich.progress
 from flax.training import early_stopping
 
+from fedjax_pfl import evaluation
 from fedjax_pfl.engine import distributed
-from fedjax_pfl.engine.results import statistics
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import figures, metrics, results, text, warm_start
 from fedjax_pfl.experiment.build import unseen_scorer
@@ -94,10 +94,10 @@ class EarlyStopping(Callback):
     def __call__(self, result: Result) -> bool:
         e, found = self.experiment, metrics.points(result).get("val", {})
         if self._score in found:
-            values = statistics("val", found, e.partition.val_sizes)
-            known = values.get(f"val/{self._score}")
-            if self._update(known):
-                self._keep(result.round, known)
+            sizes = e.partition.val_sizes
+            value = evaluation.statistics(found[self._score], sizes)["macro"]
+            if self._update(value):
+                self._keep(result.round, None if math.isnan(value) else value)
         if result.metrics is None:
             return False
         following, last = result.round + 1, e.config.rounds - 1
@@ -162,7 +162,7 @@ class MetricsWriter(Callback):
 
     def __call__(self, result: Result) -> None:
         more = self._unseen.scores
-        scores = metrics.scores(result, more)
+        scores = metrics.by_client(result, more)
         self._remember(scores)
         some = self.experiment.task.participation != (1.0, 1.0)
         latest = self._latest if some else None

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl import simulate
-from fedjax_pfl.engine.results import of_round, statistics
+from fedjax_pfl.engine.results import columns, of_round, scores
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.evaluation import STATISTICS
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.uploads import privacy
@@ -38,16 +39,15 @@ AFTER = (
     "post_latest",
     "unseen_post",
 )  # scored after a round's local training
-STATISTICS = {
+TITLES = {
     "macro": "mean",
     "micro": "mean over examples",
     "std": "std over clients",
     "worst10": "worst 10 %",
     "best10": "best 10 %",
-    "clients": "clients",
 }
-# the statistic as a suffix, in runs of version 0.1 and in commands of their time
-_SUFFIX = re.compile(rf"^({'|'.join(POINTS)})/([^/]+)_({'|'.join([*STATISTICS][1:])})$")
+# the statistic as a suffix, in runs of an earlier version
+_SUFFIX = re.compile(rf"^({'|'.join(POINTS)})/([^/]+)_({'|'.join(STATISTICS[1:])})$")
 OWN = "method"  # in scores.jsonl: the method's own values of a round's participants
 CLOCK = "clock/seconds"  # simulated seconds of a round of an asynchronous run
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
@@ -61,20 +61,14 @@ _BASELINES = {
 }
 
 
-def column(name: str) -> tuple[str, str, str] | None:
-    """Reads a column's name as point, score and statistic; None if it is no score."""
-    point, *rest = name.split("/")
-    if point not in POINTS or len(rest) not in (1, 2):
-        return None
-    statistic = rest[1] if len(rest) == 2 else "macro"
-    return (point, rest[0], statistic) if statistic in STATISTICS else None
-
-
-def split(headline: str) -> tuple[str, str, str]:
+def split(name: str) -> tuple[str, str, str]:
     """Reads `pre/acc/micro` as point, score and statistic; InputError if it is none."""
-    if (found := column(_SUFFIX.sub(r"\1/\2/\3", headline))) is None:
-        raise InputError(f"{headline} is not POINT/SCORE, such as pre/acc.")
-    return found
+    point, _, rest = name.partition("/")
+    score, _, statistic = rest.partition("/")
+    statistic = statistic or "macro"
+    if point not in POINTS or not score or statistic not in STATISTICS:
+        raise InputError(f"{name} is not POINT/SCORE, such as pre/acc.")
+    return point, score, statistic
 
 
 def renamed(row: Row) -> Row:
@@ -125,14 +119,14 @@ def label(score: str) -> str:
     return f"{score} (%)" if is_share(score) else score
 
 
-def text(score: str, value: float, digits: int = 1) -> str:
-    """Formats a value without its unit; empty for NaN."""
-    if value != value:
+def text(score: str, value: float | None, digits: int = 1) -> str:
+    """Formats a value without its unit; empty for NaN and None."""
+    if value is None or value != value:
         return ""
     return f"{100 * value:.{digits}f}" if is_share(score) else f"{value:.4g}"
 
 
-def quantity(score: str, value: float) -> str:
+def quantity(score: str, value: float | None) -> str:
     """Formats a value with its unit."""
     return text(score, value) + " %" * is_share(score)
 
@@ -152,7 +146,7 @@ def points(result: simulate.Result) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def scores(result: simulate.Result, more: Mapping[str, Any]) -> Row:
+def by_client(result: simulate.Result, more: Mapping[str, Any]) -> Row:
     """Returns the row of scores.jsonl: participants, their losses and the method's own
     values, scores per client.
 
@@ -209,7 +203,7 @@ def row(
     for point, (values, partition) in by.items():
         wide = values if point.startswith("unseen") else by_network(values, e)
         sizes = partition.val_sizes if point == "val" else partition.test_sizes
-        found |= statistics(point, wide, sizes)
+        found |= columns(scores(result.round, point, wide, sizes))
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedjax_pfl import clock, hyperparameters, local_training, user_code
+from fedjax_pfl import clock, evaluation, hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.parts import BENIGN
@@ -211,14 +211,14 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
 
 def _tidy(run: Run) -> pd.DataFrame:
     rows = run.metrics.rename(columns={"loss": "train/loss"})
-    columns = {name: column for name in rows if (column := metrics.column(name))}
+    columns = [x for x in rows if x.split("/")[0] in metrics.POINTS]
     if not columns:
         return pd.DataFrame()
-    wide = rows.set_index("round")[list(columns)].astype(float)
+    wide = rows.set_index("round")[columns].astype(float)
     names = ["point", "score", "statistic"]
-    wide.columns = pd.MultiIndex.from_tuples(columns.values(), names=names)
+    wide.columns = pd.MultiIndex.from_tuples(map(metrics.split, columns), names=names)
     long = wide.stack(["point", "score"], future_stack=True)
-    long = long.reindex(columns=[*metrics.STATISTICS]).dropna(subset="macro")
+    long = long.reindex(columns=evaluation.STATISTICS).dropna(subset="macro")
     long = long.reset_index().rename_axis(columns=None)
     lower = [metrics.better(name, run.headline) == "min" for name in long["score"]]
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
@@ -408,7 +408,7 @@ def over_seeds(rows: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
       ("run", "count"). The statistics are over clients, mean and std over seeds.
     """
     groups = rows.groupby(["label", "point", "score", *by], sort=False)
-    values = ["macro", "micro", "std", "worst10", "best10", "megabytes", "seconds"]
+    values = [*metrics.TITLES, "megabytes", "seconds"]
     table = groups[values].agg(["mean", "std"])
     table["run", "count"] = groups["run"].nunique()
     return table
@@ -594,11 +594,12 @@ def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
     """Returns a table of text: every score with its statistics over clients."""
     seeds = over_seeds(table)
     order = [*metrics.ordered(table["score"], headline), *metrics.POINTS]
-    titles = {x: title for x, title in metrics.STATISTICS.items() if x != "clients"}
     keys = sorted(seeds.index, key=lambda x: (order.index(x[2]), order.index(x[1])))
     rows = {}
     for label, point, score in keys:
-        cells = {t: cell(seeds, label, point, score, x) for x, t in titles.items()}
+        cells = {
+            t: cell(seeds, label, point, score, x) for x, t in metrics.TITLES.items()
+        }
         cells[FLOOR] = cell(seeds, label, point, metrics.baseline(score))
         if not score.endswith("_majority"):
             rows[label, metrics.label(score), metrics.POINTS[point]] = cells

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fedjax_pfl.engine.results import Score, columns
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics
 
@@ -14,24 +15,26 @@ from fedjax_pfl.experiment import metrics
         ("post_latest/recall_macro/std", ("post_latest", "recall_macro", "std")),
         ("val/acc@lenet/clients", ("val", "acc@lenet", "clients")),
         ("pre/acc_std", ("pre", "acc_std", "macro")),
-        ("pre/acc/nothing", None),
-        ("traffic/down", None),
-        ("loss", None),
     ],
 )
 def test_columns_are_read(name, expected):
-    assert metrics.column(name) == expected
+    assert metrics.split(name) == expected
+    rows = [Score(0, *expected, 0.5)]
+    assert columns(rows) == {name: 0.5}
 
 
-def test_rows_of_version_0_1_are_read():
+@pytest.mark.parametrize("name", ["acc", "pre/", "pre/acc/nothing", "traffic/down"])
+def test_what_is_no_score_is_refused(name):
+    with pytest.raises(InputError, match="POINT/SCORE"):
+        metrics.split(name)
+
+
+def test_rows_of_an_earlier_version_are_read():
     old = {"round": 1, "pre/acc": 0.5, "pre/acc_micro": 0.6, "pre/recall_macro": 0.7}
     new = {"round": 1, "pre/acc": 0.5, "pre/acc/micro": 0.6, "pre/recall_macro": 0.7}
     assert metrics.renamed(old) == new
     today = {"pre/acc_std": 0.1, "pre/acc_std/clients": 3}
     assert metrics.renamed(today) == today
-    assert metrics.split("post/acc_worst10") == ("post", "acc", "worst10")
-    with pytest.raises(InputError, match="POINT/SCORE"):
-        metrics.split("acc")
 
 
 def test_units_and_directions():
