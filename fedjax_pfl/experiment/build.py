@@ -61,7 +61,6 @@ from fedjax_pfl.models import MODELS, features, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
 from fedjax_pfl.types import Context, Federation, Model, PyTree, RunState, Task
-from fedjax_pfl.uploads.attacks import chosen
 from fedjax_pfl.uploads.privacy import per_example
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
@@ -79,25 +78,19 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     config = settings.complete(config)
     data = prepare(config.data, config.partition, config.model, config.seed)
     dataset, everybody, public = data.dataset, data.everybody, data.public
-    config = config.replace(clients=len(everybody.train))
-    if config.model.name == "auto":
-        config = config.replace(model=usual_model(dataset))
-    names, of = architectures(config.model.name, len(everybody.train))
+    model = usual_model(dataset) if config.model.name == "auto" else config.model.name
+    config = config.replace(clients=len(everybody.train), model=model)
+    names, of = architectures(model, len(everybody.train))
     warn_of_data(config.data, data.unmarked, names)
-    owners = config.partition.column, data.unmarked, everybody
-    held_out = config.partition.held_out
-    all_names = clients.names(*owners, np.arange(len(of)))
-    trained, others = draw_unseen(held_out, of, config.seed, all_names)
+    partition = select(everybody, data.trained)
+    malicious = upload_options.malicious(config.uploads, len(data.trained))
     if upload_options.flips_labels(config.uploads):
-        share, _ = config.uploads.attack
-        bad = trained[chosen(len(trained), share)]
-        dataset = shifts.flipped(dataset, everybody, bad)
-    folders, private = pretrained.folders(config.model.name), config.dp is not None
+        dataset = shifts.flipped(dataset, everybody, data.trained[malicious])
+    folders, private = pretrained.folders(model), config.dp is not None
     if private:
         inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
-        rows = select(everybody, trained)
-        dataset = inputs.vocabulary(config.data, dataset, rows, folders, private)
+        dataset = inputs.vocabulary(config.data, dataset, partition, folders, private)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     prepared = inputs.preparation_of(config.data, dataset, folders)
@@ -107,34 +100,37 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if config.feature_cache is not None:
         given = everyone, dataset, public
         everyone, dataset, public = features.cached(*given, dtype=config.feature_cache)
-    partition = select(everybody, trained)
-    task = upload_options.with_malicious(
-        config.uploads, unseen.among(everyone, trained)
+    task = unseen.among(everyone, data.trained)._replace(malicious=malicious)
+    task, schedule = for_server(
+        config.server,
+        task,
+        data.trained,
+        len(everybody.train),
+        config.seed,
+        functools.partial(make_program, config),
     )
-    task, schedule = for_server(config, task, trained)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
-    config = lay_out(config, task)
+    config = config.replace(**lay_out(config.run, task))
     program = make_program(config, task, schedule, laid_out=True)
-    program = with_validation(program, partition)
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
     away = None
-    if len(others):
-        rows = select(everybody, others)
+    if len(data.others):
+        rows = select(everybody, data.others)
         theirs = federate.others(federation, dataset, rows, room)
-        theirs = theirs._replace(frozen=federation.frozen)
         away = Unseen(
-            others,
-            clients.names(*owners, others),
+            data.others,
+            tuple(data.names[i] for i in data.others),
             rows,
-            theirs,
-            unseen.among(everyone, others),
+            theirs._replace(frozen=federation.frozen),
+            unseen.among(everyone, data.others),
         )
-        unseen_scorer(config, task, away)
-    factory, hparams = method(config)
-    size = max(len(data.whole.y), tfds.SIZES.get(data.whole.name, 0))
-    return Experiment(
+    alone = make_program(config, task, schedule)
+    usual = usual_headline(task, find(config.algo)(task, **config.hparams))
+    available = len(data.whole.y)
+    size = max(available, tfds.SIZES.get(data.whole.name, 0))
+    e = Experiment(
         config=config,
         dataset=dataset,
         unmarked=data.unmarked,
@@ -143,19 +139,22 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         partition=partition,
         federation=federation,
         task=task,
-        program=program,
-        alone=on_one_device(config, task, schedule),
-        names=clients.names(*owners, trained),
-        headline=headline(config, task, schedule, federation, factory(task, **hparams)),
-        networks=network_names(config.algo, config.model.name, len(of))[trained],
+        program=with_validation(program, partition),
+        alone=alone,
+        names=tuple(data.names[i] for i in data.trained),
+        headline=headline(config.evaluation, usual, task, alone, federation),
+        networks=network_names(config.algo, model, len(of))[data.trained],
         planned=local_training.planned(task, task.sizes),
-        examples={"used": len(dataset.y), "available": len(data.whole.y), "of": size},
+        examples={"used": len(dataset.y), "available": available, "of": size},
         marks=data.marks,
         classes=dataset.classes,
         preparation=prepared,
         unseen=away,
         schedule=schedule,
     )
+    if away is not None:
+        unseen_scorer(e, away)  # refuses methods that cannot personalise
+    return e
 
 
 class Prepared(NamedTuple):
@@ -166,6 +165,9 @@ class Prepared(NamedTuple):
     dataset: datasets.Dataset  # with marks or a shift
     public: datasets.Dataset | None
     everybody: Partition
+    names: tuple[str, ...]  # of all clients, [N]
+    trained: np.ndarray  # ids of the clients that train
+    others: np.ndarray  # and of those that do not
     marks: tuple[str, ...]
 
 
@@ -176,40 +178,66 @@ def prepare(
     whole = load(data, partition, model, seed)
     unmarked, public = divided(data, whole, seed)
     everybody = assign(partition, unmarked, seed)
-    if unmarked.cells is not None:
-        _, of = architectures(model.name, len(everybody.train))
-        names = clients.names(partition.column, unmarked, everybody, np.arange(len(of)))
-        trained, _ = draw_unseen(partition.held_out, of, seed, names)
-        unmarked = inputs.columns(data, unmarked, select(everybody, trained))
+    names = clients.names(partition.column, unmarked, everybody)
+    _, of = architectures(model.name, len(names))
+    trained, others = draw_unseen(partition.held_out, of, seed, names)
+    unmarked = inputs.columns(data, unmarked, select(everybody, trained))
     dataset, kinds = unmarked, tuple[str, ...]()
     if data.marks:
         dataset, kinds = marks.mark(dataset, everybody, seed)
     if data.shift is not None:
         dataset = shifts.shift(dataset, everybody, data.shift, seed)
-    return Prepared(whole, unmarked, dataset, public, everybody, kinds)
+    return Prepared(
+        whole,
+        unmarked,
+        dataset,
+        public,
+        everybody,
+        names,
+        trained,
+        others,
+        kinds,
+    )
 
 
 def for_server(
-    config: Config, task: Task, trained: np.ndarray
+    server: groups.Server,
+    task: Task,
+    trained: np.ndarray,
+    clients: int,
+    seed: int,
+    program: Callable[[Task], simulate.Program],
 ) -> tuple[Task, Schedule | None]:
     """Returns the task of the clients that train, with their draw, and the schedule of
     an asynchronous run.
 
     Args:
       task: with the participation of the settings.
-      trained: ids of the clients that train among all.
+      trained: ids of the clients that train, among all.
+      clients: number of all clients.
+      program: makes the synchronous program of the task.
     """
-    draw = task_options.SAMPLINGS.read(config.sampling)(task=task)
+    draw = task_options.SAMPLINGS.read(server.sampling)(task=task)
     task = task._replace(sampling=draw)
     validate.batches(task)
     # read in every run, as reports need them in the end
-    given = config.speeds, config.bandwidths
-    everybody = clock.clients(*given, int(config.clients or 0), config.seed)
-    rule = rule_of(config.server)
+    everybody = clock.clients(server.speeds, server.bandwidths, clients, seed)
+    rule = rule_of(server)
     if rule is None:
         return task, None
-    speeds = jax.tree.map(lambda x: x[trained], everybody)
-    schedule = timetable(config, task, rule, speeds)
+    speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
+    if speeds.megabits is not None:
+        sent = 4 * engine.numbers(program(task))
+    if any(x is not None for x in speeds):
+        _, examples = local_training.planned(task, task.sizes)
+        times = clock.seconds(speeds, examples, sent)
+    schedule = arrivals(
+        task,
+        jax.random.key(seed),
+        rounds=max(server.rounds, 1),
+        buffer=rule.buffer,
+        seconds=times,
+    )
     return asynchronous.task_of(task, rule), schedule
 
 
@@ -221,25 +249,6 @@ def rule_of(server: groups.Server) -> asynchronous.Rule | None:
     stale = jax.ShapeDtypeStruct((), jnp.float32)
     validate.returns("staleness", staleness, (stale,), stale)
     return task_options.RULES.read(server.asynchronous)(staleness=staleness)
-
-
-def timetable(
-    config: Config, task: Task, rule: asynchronous.Rule, speeds: clock.Clients
-) -> Schedule:
-    """Returns the schedule of an asynchronous run."""
-    sent, times = 0, None
-    if speeds.megabits is not None:
-        sent = 4 * engine.numbers(make_program(config, task))
-    if any(x is not None for x in speeds):
-        _, examples = local_training.planned(task, task.sizes)
-        times = clock.seconds(speeds, examples, sent)
-    return arrivals(
-        task,
-        jax.random.key(config.seed),
-        rounds=max(config.rounds, 1),
-        buffer=rule.buffer,
-        seconds=times,
-    )
 
 
 _load = functools.lru_cache(2)(loading.load)  # for all runs of a sweep
@@ -377,11 +386,6 @@ def local_work(local: groups.Local, rounds: int, counts: np.ndarray) -> dict[str
     }
 
 
-def method(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the method's factory and its hyperparameters."""
-    return find(config.algo), dict(config.hparams)
-
-
 def make_program(
     config: Config,
     task: Task,
@@ -389,24 +393,21 @@ def make_program(
     *,
     laid_out: bool = False,
 ) -> simulate.Program:
-    """Returns the program of a task, on one device unless it is `laid_out`."""
-    factory, hparams = method(config)
+    """Returns the program of a task.
+
+    Args:
+      laid_out: it has the width, the devices and the memory of the settings, in place
+        of one device with all state in its memory.
+    """
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
     options |= upload_options.options(config.uploads, config.server, task)
     if laid_out:
         options |= {"width": int(config.width), "devices": int(config.devices)}
+        options |= {"storage": config.client_memory}
     rule = rule_of(config.server)
     if rule is not None and schedule is not None:
         options["clock"] = asynchronous.Arrivals(rule, schedule)
-    storage = config.client_memory
-    return simulate.program(factory, task, hparams, storage=storage, **options)
-
-
-def on_one_device(
-    config: Config, task: Task, schedule: Schedule | None = None
-) -> simulate.Program:
-    """Returns the program with all of its state in the memory of one device."""
-    return make_program(config.replace(client_memory="device"), task, schedule)
+    return simulate.program(find(config.algo), task, config.hparams, **options)
 
 
 def with_validation(
@@ -425,19 +426,21 @@ def with_validation(
 
 
 def headline(
-    config: Config,
+    evaluation: groups.Evaluation,
+    usual: tuple[str, str],
     task: Task,
-    schedule: Schedule | None,
+    program: simulate.Program,
     federation: Federation,
-    made: Any,
 ) -> tuple[str, str]:
-    """Returns the score that decides; InputError if the method has no such score."""
-    usual = usual_headline(task, made)
-    found = watched(config, usual)
+    """Returns the score that decides; InputError if the method has no such score.
+
+    Args:
+      usual: the headline of the method.
+      program: with all state in the memory of one device, so that it can be traced.
+    """
+    found = watched(evaluation, usual)
     if found[0] not in (usual[0], *task.metrics):
-        # a program with state in host memory cannot be traced
-        program = on_one_device(config, task, schedule)
-        context = program.context(jax.random.key(config.seed), federation)
+        context = program.context(jax.random.key(0), federation)
         start = context.key, context.traced, program.placement
         state = jax.eval_shape(program.init, *start)
         names = jax.eval_shape(program.evaluate, context, state)
@@ -468,30 +471,29 @@ def draw_unseen(
     return np.flatnonzero(~away), np.flatnonzero(away)
 
 
-def unseen_scorer(config: Config, trained: Task, others: Unseen) -> Any:
-    """Returns `engine.unseen.scorer` of the settings."""
-    width = min(int(config.width), len(others.ids))
+def unseen_scorer(e: Experiment, others: Unseen) -> Any:
+    """Returns `engine.unseen.scorer` of an experiment."""
     return unseen.scorer(
-        find(config.algo),
-        trained,
+        find(e.config.algo),
+        e.task,
         others.task,
-        config.hparams,
-        lr_decay=config.lr_decay,
-        width=width,
-        rounds=config.unseen_rounds,
+        e.config.hparams,
+        lr_decay=e.config.lr_decay,
+        width=min(int(e.config.width), len(others.ids)),
+        rounds=e.config.unseen_rounds,
     )
 
 
-def lay_out(config: Config, task: Task) -> Config:
-    """Returns the settings with the devices and the width for "auto"."""
+def lay_out(run: groups.Run, task: Task) -> dict[str, str]:
+    """Returns devices and width, chosen for "auto"."""
     cohort, processes = max(task.cohort_sizes), jax.process_count()
     devices = -(-min(jax.device_count(), cohort) // processes) * processes
-    if config.devices not in ("auto", "all"):
-        devices = len(placement.take(int(config.devices)))
+    if run.devices not in ("auto", "all"):
+        devices = len(placement.take(int(run.devices)))
     width = automatic_width(task, cohort, devices)
-    if config.width != "auto":
-        width = min(int(config.width), -(-cohort // devices))
-    return config.replace(devices=str(devices), width=str(width))
+    if run.width != "auto":
+        width = min(int(run.width), -(-cohort // devices))
+    return {"devices": str(devices), "width": str(width)}
 
 
 def divided(
@@ -683,7 +685,7 @@ def check_growth(e: Experiment, before: int) -> None:
     texts = set()
     for rounds in (before, e.config.rounds):
         task = e.task._replace(rounds=rounds)
-        program = on_one_device(e.config, task)
+        program = make_program(e.config, task)
         federation = simulate.with_frozen(e.federation, task)
         federation = federation._replace(placement=program.placement)
         texts.add(batch.lowered(program, federation))

@@ -140,7 +140,7 @@ class UnseenClients(Callback):
     def __call__(self, result: Result) -> None:
         e = self.experiment
         if e.unseen is not None and result.metrics is None:
-            score = jax.jit(unseen_scorer(e.config, e.task, e.unseen))
+            score = jax.jit(unseen_scorer(e, e.unseen))
             best = self._early.state if self._early else None
             server = (e.fetch(result.state) if best is None else best).server
             given = (e.key, e.unseen.federation, server, np.int32(result.round))

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partition import Partition
 from fedjax_pfl.errors import InputError, check, nearest
@@ -13,23 +11,22 @@ LISTED = 20  # names in a message
 
 
 def names(
-    column: str | None, dataset: Dataset, everybody: Partition, ids: np.ndarray
+    column: str | None, dataset: Dataset, everybody: Partition
 ) -> tuple[str, ...]:
-    """Returns the names of some clients.
+    """Returns the names of all clients.
 
     Args:
       column: of a natural partition, whose values are the names. Several clients of a
         value are VALUE/0, VALUE/1 and so on; None: names are "0" to "N-1".
-      ids: of the clients among all.
     """
     if column is None:
-        return tuple(map(str, range(len(ids))))
+        return tuple(map(str, range(len(everybody.train))))
     values = [str(x) for x in dataset.columns[column][everybody.train[:, 0]]]
     count, seen, found = Counter(values), Counter[str](), []
     for value in values:
         found.append(value if count[value] == 1 else f"{value}/{seen[value]}")
         seen[value] += 1
-    return tuple(found[i] for i in ids)
+    return tuple(found)
 
 
 def index(names: Sequence[str], client: int | str) -> int:

@@ -19,9 +19,9 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from fedjax_pfl import architectures, averaging, simulate
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, clients, results
-from fedjax_pfl.experiment.build import method
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS
@@ -81,7 +81,7 @@ def of_client(
       state: after `t` rounds, as `RunDirectory.restore` returns it.
       change: (predictor, server, the client's row, c) -> the predictor to call.
     """
-    inner, hparams = method(e.config)
+    inner, hparams = find(e.config.algo), e.config.hparams
 
     def factory(task: Task, **hparams: Any) -> Algorithm:
         made = inner(task, **hparams)

@@ -14,7 +14,7 @@ from fedjax_pfl import simulate
 from fedjax_pfl.engine.results import columns, of_round, scores
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.evaluation import STATISTICS
-from fedjax_pfl.experiment.config import Config
+from fedjax_pfl.experiment.groups import Evaluation
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.uploads import privacy
 from fedjax_pfl.uploads.privacy import Guarantee
@@ -93,11 +93,11 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
     return "min" if lower else "max"
 
 
-def watched(config: Config, usual: Headline) -> Headline:
+def watched(evaluation: Evaluation, usual: Headline) -> Headline:
     """Returns the score of --watch, else the first of --metrics, else the usual one of
     method and labels."""
-    listed = "" if config.metrics == "acc" else config.metrics.partition(",")[0]
-    name = (config.watch or "").removeprefix(VAL) or listed or usual[0]
+    listed = "" if evaluation.metrics == "acc" else evaluation.metrics.partition(",")[0]
+    name = (evaluation.watch or "").removeprefix(VAL) or listed or usual[0]
     return name, better(name, usual)
 
 

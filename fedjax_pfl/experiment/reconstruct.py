@@ -23,9 +23,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.experiment import cli, results, upload_options
-from fedjax_pfl.experiment.build import build, method
+from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.privacy import reconstruction
@@ -90,7 +91,7 @@ def _attacked(
     e: Experiment, state: RunState, t: int, given: dict[str, Any]
 ) -> Callable[..., reconstruction.Reconstruction]:
     """Returns the attack on (client, x, y), compiled."""
-    factory, hparams = method(e.config)
+    factory, hparams = find(e.config.algo), e.config.hparams
     options = upload_options.options(e.config.uploads, e.config.server, e.task)
     task = e.task._replace(batch_size=given["images"], epochs=1, steps=None)
     send = reconstruction.sender(

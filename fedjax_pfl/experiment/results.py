@@ -24,7 +24,7 @@ from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, presets, standalone, text
-from fedjax_pfl.experiment.build import build, method, rebuilt
+from fedjax_pfl.experiment.build import build, rebuilt
 from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import FREE, Config
 from fedjax_pfl.experiment.metrics import Headline
@@ -584,9 +584,10 @@ def flops(run: Run) -> tuple[float, float]:
     Matrix products count 2 per multiply-add. The run's data must be available.
     """
     e = run.experiment
-    factory, hparams = method(e.config)
+    factory = find_method(e.config.algo)
     plain = build(e.config.replace(conv="matmul")).task
-    count = functools.partial(flops_of_step, factory, plain, e.federation, hparams)
+    given = factory, plain, e.federation, e.config.hparams
+    count = functools.partial(flops_of_step, *given)
     return count(round=0) / plain.batch_size, count(round=1) / plain.batch_size
 
 

@@ -1,5 +1,6 @@
 """Predictions of a run without its data set, by the shapes in inputs.json."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from fedjax_pfl.experiment import config as settings, upload_options
 from fedjax_pfl.experiment.build import (
     architectures,
     for_server,
+    make_program,
     make_task,
     network_names,
-    on_one_device,
 )
 from fedjax_pfl.experiment.checkpoints import read_json
 from fedjax_pfl.experiment.types import Absent, Experiment, NeedsDataError, Trained
@@ -141,15 +142,22 @@ def trained(path: str | Path) -> Trained:
         shape = jax.ShapeDtypeStruct((count, *pool.x.shape[1:]), pool.x.dtype)
         everyone = everyone._replace(public=shape)
     ids = np.delete(np.arange(len(sizes)), known["unseen"])
-    task = unseen.among(everyone, ids)
-    task = upload_options.with_malicious(config.uploads, task)
-    task, schedule = for_server(config, task, ids)
+    malicious = upload_options.malicious(config.uploads, len(ids))
+    task = unseen.among(everyone, ids)._replace(malicious=malicious)
+    task, schedule = for_server(
+        config.server,
+        task,
+        ids,
+        len(sizes),
+        config.seed,
+        functools.partial(make_program, config),
+    )
     federation = _federation(counts[ids], sizes[ids])
     return Trained(
         config=config,
         task=task,
         federation=simulate.with_frozen(federation, task),
-        alone=on_one_device(config, task, schedule),
+        alone=make_program(config, task, schedule),
         names=tuple(known["clients"]),
         classes=None if preparation is None else preparation.classes,
         networks=network_names(config.algo, config.model.name, len(sizes))[ids],

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from fedjax_pfl.experiment.groups import Server, Uploads
 from fedjax_pfl.experiment.task_options import COMPRESSIONS
 from fedjax_pfl.types import Task
@@ -17,13 +19,11 @@ def flips_labels(uploads: Uploads) -> bool:
     return bool(share) and make() is None
 
 
-def with_malicious(uploads: Uploads, task: Task) -> Task:
-    """Returns the task with the clients that attack, the same for every seed, as seeds
-    share a program."""
+def malicious(uploads: Uploads, clients: int) -> np.ndarray | None:
+    """Returns the clients that attack, the same for every seed, as seeds share a
+    program; None: none."""
     share, _ = uploads.attack
-    if not share:
-        return task
-    return task._replace(malicious=chosen(task.num_clients, share))
+    return chosen(clients, share) if share else None
 
 
 def options(uploads: Uploads, server: Server, task: Task) -> dict[str, Any]:

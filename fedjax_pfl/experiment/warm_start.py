@@ -9,7 +9,7 @@ from absl import logging
 
 from fedjax_pfl.engine.method import as_arrays
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment.build import on_one_device, restored
+from fedjax_pfl.experiment.build import make_program, restored
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.types import Array, PyTree, RunState
 
@@ -34,7 +34,7 @@ def start(e: Experiment) -> RunState:
 
     models = [model._replace(init=warm(model.init)) for model in e.task.models]
     task = e.task._replace(models=tuple(models))
-    program = on_one_device(e.config, task, e.schedule)
+    program = make_program(e.config, task, e.schedule)
     state = program.unplace(program.init(e.key, as_arrays(program.traced)))
     state = state._replace(method=overlaid(state.method, old, taken))
     if not taken:

@@ -219,7 +219,7 @@ def test_a_held_out_client_predicts_after_its_own_training(tmp_path, capsys):
     made = {"dataset": sites(file), "algo": "ditto", "missing": "mean"} | TABLE
     e = untrained(tmp_path / "run", **made | given | {"lr": 0.5, "unseen_rounds": 3})
     state, away = results.load(tmp_path / "run").state(), e.unseen
-    score = unseen_scorer(e.config, e.task, away)
+    score = unseen_scorer(e, away)
     wanted = score(e.key, away.federation, state.server, np.int32(1))["unseen"]["acc"]
     frame = pd.read_csv(file)
     for name in ("train", "test"):

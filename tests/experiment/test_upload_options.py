@@ -10,11 +10,9 @@ import pytest
 import toy
 
 from fedjax_pfl import simulate
-from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config, results
-from fedjax_pfl.experiment.build import method
-from fedjax_pfl.experiment.upload_options import options, with_malicious
+from fedjax_pfl.experiment.upload_options import malicious, options
 from fedjax_pfl.types import Context
 from fedjax_pfl.uploads.privacy import guarantee
 
@@ -24,15 +22,15 @@ def resolved(**given):
 
 
 def made(given, task=None):
-    task = with_malicious(given.uploads, toy.task() if task is None else task)
+    task = toy.task() if task is None else task
+    task = task._replace(malicious=malicious(given.uploads, task.num_clients))
     return options(given.uploads, given.server, task), task
 
 
 def round_of(given):
     """The jaxpr of a round of a toy task, as text."""
-    factory, hparams = method(given)
     more, task = made(given)
-    program = simulate.program(factory, task, hparams, **more)
+    program = simulate.program(given.algo, task, given.hparams, **more)
     key, t, known = jax.random.key(0), jnp.int32(1), jnp.bool(True)
     state = jax.eval_shape(program.init, key, program.traced)
     arguments = (Context(key, program.traced, toy.federation(), t), state, known)
@@ -53,7 +51,6 @@ def test_the_plain_round_has_nothing_of_the_options():
     longer = [round_of(resolved(**given)) for given in OPTIONS]
     assert all(len(text) > len(plain) for text in longer)
     assert round_of(resolved()) == plain
-    assert method(resolved())[0] is find("fedavg")
 
 
 def test_options_are_applied_in_their_order():
