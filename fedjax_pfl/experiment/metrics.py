@@ -108,10 +108,10 @@ def baseline(score: str) -> str:
 
 def ordered(scores: Iterable[str], headline: Headline = ACCURACY) -> list[str]:
     """Sorts scores: the headline and its architectures', the leading ones, the rest."""
-    found = list(dict.fromkeys(scores))
+    found = dict.fromkeys(scores)
     parts = [name for name in found if name.startswith(headline[0] + OF)]
-    first = [x for x in dict.fromkeys((headline[0], *parts, *LEADING)) if x in found]
-    return [*first, *(name for name in found if name not in first)]
+    first = [x for x in (headline[0], *parts, *LEADING) if x in found]
+    return list(dict.fromkeys([*first, *found]))
 
 
 def label(score: str) -> str:
@@ -190,7 +190,8 @@ def row(
             private = guarantee(e, result.round + 1)
             found |= {"epsilon": private.epsilon, "delta": private.delta}
         if e.schedule is not None:
-            found[CLOCK] = _duration(e.schedule.seconds, result.round)
+            seconds = np.diff(e.schedule.seconds, prepend=0)
+            found[CLOCK] = float(seconds[result.round])
         for name, x in zip(("steps", "examples"), e.planned, strict=True):
             found[f"work/{name}"] = int(x[m.ids[m.active]].sum())
         post = {}
@@ -205,11 +206,6 @@ def row(
         sizes = partition.val_sizes if point == "val" else partition.test_sizes
         found |= columns(scores(result.round, point, wide, sizes))
     return {name: x if np.isfinite(x) else None for name, x in found.items()}
-
-
-def _duration(ends: np.ndarray, number: int) -> float:
-    """Returns the simulated seconds between two updates of an asynchronous server."""
-    return float(ends[number] - (ends[number - 1] if number else 0))
 
 
 def guarantee(e: Experiment, rounds: int) -> Guarantee:

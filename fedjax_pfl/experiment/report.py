@@ -95,10 +95,10 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     """Returns one HTML page without links to other files."""
     name, names = runs[0].headline[0], results.labels(runs)
     rows = results.last(results.frame(runs))
-    scores = {
-        names[str(x.path)]: results.by_name(x, results.last_scores(x, name))
-        for x in runs
-    }
+    scores = {}
+    for run in runs:
+        own = dict(enumerate(run.clients))
+        scores[names[str(run.path)]] = results.last_scores(run, name).rename(index=own)
     clients = pd.concat(scores, names=["method"])
     settings = pd.DataFrame({str(run.path): run.config for run in runs})
     shown = found | {

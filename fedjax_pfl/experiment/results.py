@@ -318,13 +318,10 @@ def labels(runs: Sequence[Run], of: str = "both") -> dict[str, str]:
         for name in (x for x in own if x not in skipped and own[x] is not None):
             if (table if name in DATA else same)[name].nunique() > 1:
                 parts[name] = f"{name.removeprefix('hparams.')}={own[name]}"
-        kept = [x for n, x in parts.items() if of in ("both", _kind(n))]
-        result[path] = ", ".join(kept)
+        if of != "both":
+            parts = {n: x for n, x in parts.items() if (n in DATA) == (of == "data")}
+        result[path] = ", ".join(parts.values())
     return result
-
-
-def _kind(name: str) -> str:
-    return "data" if name in DATA else "method"
 
 
 def last(table: pd.DataFrame, rounds: Mapping[str, int] | None = None) -> pd.DataFrame:
@@ -365,11 +362,6 @@ def last_scores(run: Run, score: str) -> pd.DataFrame:
     rows = rows if run.best is None else rows[rows["round"] <= run.best]
     found = rows.groupby(["client", "point"])["value"].last().unstack()
     return found.reindex(columns=["pre", "post"])
-
-
-def by_name(run: Run, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns rows by client with the clients' names in place of their numbers."""
-    return rows.rename(index=dict(enumerate(run.clients)))
 
 
 def at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
@@ -502,18 +494,19 @@ def above_local(runs: Sequence[Run]) -> dict[str, float]:
     Compared are the headline's last values after local training, with the run of
     `local` of the same data and seed; runs without one are left out.
     """
-    shown = {str(run.path): run for run in runs}
-    last, group = {}, {}
-    for path, run in shown.items():
-        last[path] = last_scores(run, run.headline[0])["post"]
-        group[path] = tuple(run.config.get(name) for name in (*DATA, "seed"))
-    local = {group[x]: last[x] for x in shown if shown[x].config["algo"] == "local"}
-    found = {}
-    for path, run in shown.items():
-        if run.config["algo"] != "local" and group[path] in local:
-            sign = 1 if run.headline[1] == "max" else -1
-            gain = sign * (last[path] - local[group[path]]).dropna()
-            found[path] = float((gain > 0).mean())
+    local, others, found = {}, [], {}
+    for run in runs:
+        data = tuple(run.config.get(name) for name in (*DATA, "seed"))
+        scores = last_scores(run, run.headline[0])["post"]
+        if run.config["algo"] == "local":
+            local[data] = scores
+        else:
+            others.append((run, data, scores))
+    for run, data, scores in others:
+        if data in local:
+            gain = (scores - local[data]).dropna()
+            better = gain > 0 if run.headline[1] == "max" else gain < 0
+            found[str(run.path)] = float(better.mean())
     return found
 
 
@@ -633,24 +626,17 @@ def latex(table: pd.DataFrame, better: str = "max") -> str:
     return re.sub(r"BEST(.*?) (?=[&\\])", r"\\textbf{\1} ", made)
 
 
-def stopped(run: Run) -> list[str]:
-    """Returns a sentence on the best round of a run with early stopping, and why it
-    ended."""
-    known = run.summary.get("best")
-    if known is None:
-        return []
-    why = f"{run.summary['stopped']}. " if "stopped" in run.summary else ""
-    rounds = text.plural(known["round"], "round")
-    best = f"{known['watch']} {metrics.quantity(known['watch'], known['value'])}"
-    return [f"{run.path}: {why}Scores are after {rounds}: {best}."]
-
-
 def notes(runs: Sequence[Run]) -> list[str]:
     """Returns a sentence per run that is not complete or stopped early, and per run
     whose last scores are of NaN logits."""
     found = [f"{x.path}: {x.status}." for x in runs if x.status != "complete"]
     for run in runs:
-        found += stopped(run)
+        if (best := run.summary.get("best")) is not None:
+            why = f"{run.summary['stopped']}. " if "stopped" in run.summary else ""
+            rounds = text.plural(best["round"], "round")
+            score = metrics.quantity(best["watch"], best["value"])
+            scores = f"Scores are after {rounds}: {best['watch']} {score}."
+            found.append(f"{run.path}: {why}{scores}")
         rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows/clients"])
         mean, clients = rows.iloc[-1].astype(float) if len(rows) else (np.nan, 0)
         if mean == mean:
