@@ -148,8 +148,13 @@ class RunDirectory:
         e, hashes, now = experiment, digests(experiment), versions()
         self.lock()
         # process 0 decides before it writes
-        if distributed.largest(int(self._writes and self.begun)):
-            return self._reopen(e, hashes, now)
+        begun = distributed.largest(int(self._writes and self.begun))
+        found = self._reopen(e, hashes, now) if begun else self._begin(e, hashes, now)
+        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
+        self.write("config.json", e.config.flat())
+        return found
+
+    def _begin(self, e: Experiment, hashes: Row, now: Row) -> tuple[int, None]:
         self.check_free()
         if self._writes:
             for name in ("summary.json", *_ROWS):  # of a run without a finished round
@@ -168,12 +173,7 @@ class RunDirectory:
             if self._writes and tokenizer.suffix == ".json":
                 shutil.copyfile(tokenizer, self.path / standalone.TOKENIZER)
         self.write(standalone.FILE, standalone.recorded(e))
-        self._summarize_headline(e)
-        self.write("config.json", e.config.flat())
         return 0, None
-
-    def _summarize_headline(self, e: Experiment) -> None:
-        self.summarize(headline={"score": e.headline[0], "better": e.headline[1]})
 
     def _reopen(
         self, experiment: Experiment, hashes: Row, now: Row
@@ -190,30 +190,36 @@ class RunDirectory:
                 logging.warning("%s was not recorded, its default is %s.", name, value)
         check_growth(experiment, self.config.rounds)
         start, state = self.restore(experiment)
-        files = {x: self._rewound(x, start, experiment.config) for x in _ROWS}
+        evaluation, last = experiment.config.evaluation, experiment.config.rounds - 1
+        given = start, evaluation.eval_every, last
+        files = {name: self._rewound(name, *given) for name in _ROWS}
         distributed.largest(0)  # all processes have read
         for name, rows in files.items():
-            self._replace(name, "".join(json.dumps(row) + "\n" for row in rows))
+            if self._writes:
+                text = "".join(json.dumps(row) + "\n" for row in rows)
+                replace(self.path / name, text)
         for row in files[_ROWS[0]]:
             self.last |= row
         resumed = [*before.get("resumed", []), {"round": start, **now}]
         self.write("versions.json", before | {"resumed": resumed})
-        self._summarize_headline(experiment)
-        self.write("config.json", experiment.config.flat())
         return start, state
 
-    def _rewound(self, name: str, start: int, config: Config) -> list[Row]:
+    def _rewound(self, name: str, start: int, every: int, last: int) -> list[Row]:
         """Returns the rows of rounds before `start`.
 
         A run that grew does not evaluate the last round that it had before.
+
+        Args:
+          every: rounds between evaluations, 0 for none.
+          last: the last round.
         """
         rows = list(itertools.islice(self.rows(name), start))
         if [row["round"] for row in rows] != list(range(start)):
             raise InputError(f"{self.path / name} lacks rows before round {start}.")
-        every, points = config.eval_every, ("pre", "post", "post_latest", "val")
+        points = ("pre", "post", "post_latest", "val")
         for row in rows:
             t = row["round"]
-            if not every or (t % every and t != config.rounds - 1):
+            if not every or (t % every and t != last):
                 for column in [x for x in row if x.split("/")[0] in points]:
                     del row[column]
         return rows
@@ -262,10 +268,6 @@ class RunDirectory:
         """Writes a JSON file whole or not at all."""
         if self._writes:
             write_json(self.path / name, content)
-
-    def _replace(self, name: str, content: str) -> None:
-        if self._writes:
-            replace(self.path / name, content)
 
 
 def versions() -> Row:

@@ -145,8 +145,7 @@ def test_missing_rows_and_other_data_are_refused(experiment, begun):
 
 
 def test_a_run_that_grows_forgets_its_last_evaluation(experiment, begun):
-    config = experiment.config.replace(eval_every=2)
-    rows = begun._rewound("metrics.jsonl", 6, config)
+    rows = begun._rewound("metrics.jsonl", 6, 2, experiment.config.rounds - 1)
     assert ["pre/acc" in row for row in rows] == [True, False] * 3
 
 
