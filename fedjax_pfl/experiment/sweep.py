@@ -155,9 +155,8 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
         for name, x in given["hparams"].items():
             method, _, plain = name.rpartition(":")
             if method in ("", algo, user_code.short(algo)):
-                own[f"hparam.{plain}"] = _split(
-                    x, _is_named(hyperparameters.of(find(algo)).get(plain))
-                )
+                known = hyperparameters.of(find(algo)).get(plain)
+                own[f"hparam.{plain}"] = _split(x, known)
         for values in itertools.product(*own.values(), first):
             user = dict(zip([*own, "seed"], values, strict=True)) | {"algo": algo}
             several = [name for name in own if len(own[name]) > 1]
@@ -177,20 +176,23 @@ def _values(name: str, value: Any) -> list[Any]:
     """Returns the values of a setting."""
     if name == "config" or isinstance(value, bool):
         return [value]
-    commas = name in _NAMES or _is_named(SETTINGS[name])
-    found = _split(value, commas and not str(value).startswith(("domains:", NAMES)))
+    names = name in _NAMES and not value.startswith(("domains:", NAMES))
+    found = _split(value, SETTINGS[name], names)
     if len(found) > 1 and name in {*FREE, "preset"}:
         raise InputError(f"--{name}={value}: a sweep takes one value.")
     return found
 
 
-def _is_named(known: hyperparameters.Hyperparameter | None) -> bool:
-    """Returns whether the values of an argument have no commas."""
-    return known is not None and (known.kind is not str or bool(known.choices))
+def _split(
+    text: str, known: hyperparameters.Hyperparameter | None, names: bool = False
+) -> list[str]:
+    """Returns the values of an argument, separated by commas if none can have one.
 
-
-def _split(value: str, commas: bool) -> list[str]:
-    return value.split("," if commas and ";" not in value else ";")
+    Args:
+      names: the values are names without commas.
+    """
+    plain = known is not None and (known.kind is not str or bool(known.choices))
+    return text.split("," if (plain or names) and ";" not in text else ";")
 
 
 def run_all(
