@@ -121,8 +121,7 @@ class Config:
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
             raise AttributeError(f"There is no setting {name!r}.")
-        group, field = _FIELDS[name]
-        return getattr(getattr(self, group), field.name)
+        return self[name]
 
     def flat(self) -> dict[str, Any]:
         """Returns all settings by the names of their flags, and `hparams`."""
@@ -235,18 +234,15 @@ def check_given(config: Config, given: Mapping[str, Any]) -> None:
 
 def check_needs(config: Config, flag: str) -> None:
     """Raises InputError for a setting without the one that it needs."""
-    needs = _FIELDS[flag][1].metadata["needs"]
-    name, equals, values = needs.partition("=")
-    if not needs:
+    name, equals, listed = _FIELDS[flag][1].metadata["needs"].partition("=")
+    if not name:
         return
+    values = listed.split("|")
+    starts = tuple(x for x in values if x.endswith(":"))
     value = str(config[name])
-    starts = tuple(x for x in values.split("|") if x.endswith(":"))
-    if equals and (value in values.split("|") or value.startswith(starts)):
-        return
-    if not equals and config[name]:
-        return
-    wanted = f"--{name}{equals}{', '.join(values.split('|'))}"
-    raise InputError(f"--{flag} needs {wanted}.")
+    known = value in values or value.startswith(starts)
+    if not (known if equals else config[name]):
+        raise InputError(f"--{flag} needs --{name}{equals}{', '.join(values)}.")
 
 
 def _check_asynchronous(config: Config) -> None:
