@@ -534,7 +534,7 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
     kind, _, rest = spec.partition(":")
     ids = np.arange(num_clients)
     if kind == "file":
-        words = words_of(rest)
+        words = text.content(rest).split()
     else:
         listed = (rest if kind == "blocks" else spec).split(",")
         slots = (
@@ -547,14 +547,6 @@ def architectures(spec: str, num_clients: int) -> tuple[list[str], np.ndarray]:
         )
     names = list(dict.fromkeys(words))
     return names, np.array([names.index(word) for word in words])
-
-
-def words_of(path: str) -> list[str]:
-    """Returns the words of a text file; InputError if it cannot be read."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8").split()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None
 
 
 def network_names(algo: str, model: str, num_clients: int) -> np.ndarray:
@@ -571,19 +563,20 @@ def network(model: groups.Model, dataset: datasets.Dataset, name: str) -> Model:
     if pretrained.folder(name) is None:
         text.choose("model", name, MODELS)
     example = datasets.prepared(dataset)
-    options = (model.bn_stats, model.conv, model.compute_dtype, model.features)
-    given = (name, example.shape[1:], dataset.num_classes, *options)
-    more: dict[str, Any] = {
+    given = name, example.shape[1:], dataset.num_classes, model.adapt, model.base
+    options: dict[str, Any] = {
+        "bn_stats": model.bn_stats,
+        "conv": model.conv,
+        "features": model.features,
+        "compute_dtype": model.compute_dtype,
         "input_dtype": example.dtype,
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
     }
-    if model.adapt is not None:
-        more |= {"adapt": model.adapt, "base": model.base}
     if not user_code.named(name):
-        return _known(*given, **more)
+        return _known(*given, **options)
     with user_code.blamed("model", name):
-        made = _made(*given, **more)
+        made = _made(*given, **options)
         validate.model(made, dataset)
     return made
 
@@ -592,19 +585,13 @@ def _made(
     name: str,
     shape: tuple[int, ...],
     num_classes: int,
-    bn_stats: str,
-    conv: str,
-    compute_dtype: str,
-    features: int | None,
-    adapt: str | None = None,
-    base: str | None = None,
-    **more: Any,
+    adapt: str | None,
+    base: str | None,
+    **options: Any,
 ) -> Model:
     """Makes a network, adapted if `adapt` is given.
 
     The base of an adapted network is `base`, a run, else the weights of its folder."""
-    options = more | {"bn_stats": bn_stats, "conv": conv, "features": features}
-    options |= {"compute_dtype": compute_dtype}
     folder = pretrained.folder(name)
     if adapt is None and folder is not None:
         return pretrained.model(folder, shape, num_classes, **options)

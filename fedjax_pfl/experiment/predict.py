@@ -30,7 +30,7 @@ from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.data.sources import arrays, images, rows, table
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, clients, results
+from fedjax_pfl.experiment import cli, clients, results, text
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.types import RunState
@@ -70,16 +70,11 @@ def read(path: str, e: Trained) -> Given:
     if len(kind.shape) != 3 or kind.dtype != np.uint8:
         shape = f"{kind.dtype}{list(kind.shape)}"
         raise InputError(f"--input={path} must be an .npz with x of {shape} per row.")
-    size = e.config.image_size
-    files, x = images.unlabelled(path, kind.shape, resized=size is not None)
+    resized = e.config.image_size is not None
+    files, x = images.unlabelled(path, kind.shape, resized=resized)
     labels = [file.parent.name for file in files]
-    return Given(
-        x, [str(file) for file in files], labels if _known(labels, e) else None, None
-    )
-
-
-def _known(labels: Sequence[str], e: Trained) -> bool:
-    return e.classes is not None and set(labels) <= set(e.classes)
+    known = set(labels) <= set(e.classes or ())
+    return Given(x, list(map(str, files)), labels if known else None, None)
 
 
 def _of_arrays(found: dict[str, np.ndarray], path: str, e: Trained) -> Given:
@@ -104,10 +99,7 @@ def _of_rows(path: str, e: Trained) -> Given:
     assert e.preparation is not None
     column, texts = e.config.partition.column, not e.preparation.columns
     if texts and path.lower().endswith(".txt"):
-        try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read ({error}).") from None
+        lines = text.content(path).splitlines()
         return Given(e.inputs(lines), list(range(1, len(lines) + 1)), None, None)
 
     def typed(name: str) -> bool:

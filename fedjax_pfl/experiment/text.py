@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from fedjax_pfl import user_code
@@ -184,6 +185,14 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def content(path: str) -> str:
+    """Returns the content of a text file; InputError if it cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
 
 
 def summary(thing: Any) -> str:
