@@ -17,6 +17,7 @@ from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.experiment import (
     callbacks as standard,
     config as settings,
+    groups,
     metrics,
     results,
     text,
@@ -262,17 +263,18 @@ def _execute(
     if new:  # what cannot run is refused before it has a directory
         _opened(directories, experiments)
     interrupt = standard.Interrupt()
-    each = [standard_callbacks(x, configs[0], interrupt) for x in directories]
+    given = configs[0].evaluation, configs[0].run, interrupt
+    each = [standard_callbacks(directory, *given) for directory in directories]
     bar = alone or sys.stdout.isatty()
     each[0] += [interrupt, standard.ProgressBar()] if bar else [interrupt]
     for directory in directories:
         seconds = directory.summary.get("seconds", {})
         directory.summarize(status="running", seconds=seconds | {"compile": spent})
-    given: dict[str, Any] = {"start": start, "functions": functions}
+    options: dict[str, Any] = {"start": start, "functions": functions}
     if len(experiments) > 1:
-        return train_at_once(experiments, each, states=states, **given)
+        return train_at_once(experiments, each, states=states, **options)
     try:
-        train(experiments[0], each[0], state=states[0] if states else None, **given)
+        train(experiments[0], each[0], state=states[0] if states else None, **options)
     except DivergenceError as error:
         return {0: error}
     return {}
@@ -292,19 +294,26 @@ def _opened(
 
 def standard_callbacks(
     directory: RunDirectory,
-    config: settings.Config,
+    evaluation: groups.Evaluation,
+    run: groups.Run,
     interrupt: standard.Interrupt | None = None,
 ) -> list[Any]:
     """Returns the callbacks that write a run directory, in their order."""
-    early = standard.EarlyStopping(config.patience, directory)
-    unseen = standard.UnseenClients(early if config.patience else None)
-    found: list[Any] = [early] if config.patience else []
-    found += [unseen, standard.MetricsWriter(directory, unseen)]
-    found += [standard.TensorBoard(directory)] if config.tensorboard else []
-    found += [standard.WandB(directory)] if config.wandb else []
-    found += [standard.ClientTable(directory), standard.Curves(directory)]
-    every = config.checkpoint_every
-    return [*found, standard.Checkpointer(directory, every, interrupt)]
+    early = None
+    if evaluation.patience:
+        early = standard.EarlyStopping(evaluation.patience, directory)
+    unseen = standard.UnseenClients(early)
+    found = [
+        early,
+        unseen,
+        standard.MetricsWriter(directory, unseen),
+        standard.TensorBoard(directory) if run.tensorboard else None,
+        standard.WandB(directory) if run.wandb else None,
+        standard.ClientTable(directory),
+        standard.Curves(directory),
+        standard.Checkpointer(directory, run.checkpoint_every, interrupt),
+    ]
+    return [callback for callback in found if callback is not None]
 
 
 def complete(directory: RunDirectory, config: settings.Config) -> bool:

@@ -76,7 +76,7 @@ def killed(path, config, round):
         if result.round == round:
             raise SystemError("killed")
 
-    found = standard_callbacks(directory, config)
+    found = standard_callbacks(directory, config.evaluation, config.run)
     with pytest.raises(SystemError):
         train(e, [*found[:-1], kill, found[-1]], start=start, state=state)
     directory.unlock()
@@ -143,7 +143,7 @@ def test_ctrl_c_saves_and_goes_on(tmp_path, capsys):
                 pass
 
     directory.open(e)
-    found = standard_callbacks(directory, CONFIG, interrupt)
+    found = standard_callbacks(directory, CONFIG.evaluation, CONFIG.run, interrupt)
     with pytest.raises(callbacks.Stopped):
         train(e, [interrupt, press, *found])
     assert directory.summary["status"] == "interrupted"
