@@ -210,30 +210,27 @@ def predictions(
     """
     e, everything = run.trained, np.arange(len(given.x))
     if rows is not None:
-        predict = held_out(e, run.state(), run.checkpoint[0], rows)
-        found = scores(e, predict, given.x)
-        return _frame(e, given, everything, client, found)
+        own = held_out(e, run.state(), run.checkpoint[0], rows)
+        return _frame(e, own, given, everything, client)
     if client == GLOBAL and GLOBAL not in e.names:
-        found = scores(e, shared(e, run.state()), given.x)
-        return _frame(e, given, everything, client, found)
-    chosen = [(client, everything)]
+        return _frame(e, shared(e, run.state()), given, everything, client)
+    chosen = {client: everything}
     if client == ALL and ALL not in e.names:
-        chosen = [(name, everything) for name in e.names]
+        chosen = dict.fromkeys(e.names, everything)
         if given.owners is not None:
-            owners = np.array(given.owners)
-            names = sorted(set(given.owners))
-            chosen = [(name, np.flatnonzero(owners == name)) for name in names]
+            owners, names = np.array(given.owners), sorted(set(given.owners))
+            chosen = {name: np.flatnonzero(owners == name) for name in names}
     parts = []
-    for name, at in chosen:
+    for name, at in chosen.items():
         name = e.names[clients.index(e.names, name)]
-        found = scores(e, run.predictor(name), given.x[at])
-        parts.append(_frame(e, given, at, name, found))
+        parts.append(_frame(e, run.predictor(name), given, at, name))
     return pd.concat(parts)
 
 
 def _frame(
-    e: Trained, given: Given, at: np.ndarray, client: str, found: np.ndarray
+    e: Trained, predict: Any, given: Given, at: np.ndarray, client: str
 ) -> pd.DataFrame:
+    found = scores(e, predict, given.x[at])
     words = None if e.preparation is None else e.preparation.words
     names = e.classes or (words if e.task.label.shape else None)
     names = names or tuple(map(str, range(e.task.num_classes)))
