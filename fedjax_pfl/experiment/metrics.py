@@ -127,8 +127,9 @@ def text(score: str, value: float | None, digits: int = 1) -> str:
 
 
 def quantity(score: str, value: float | None) -> str:
-    """Formats a value with its unit."""
-    return text(score, value) + " %" * is_share(score)
+    """Formats a value with its unit; empty for NaN and None."""
+    shown = text(score, value)
+    return f"{shown} %" if shown and is_share(score) else shown
 
 
 def mean_std(score: str, mean: float, std: float, digits: int = 1) -> str:

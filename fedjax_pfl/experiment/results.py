@@ -634,7 +634,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if (best := run.summary.get("best")) is not None:
             why = f"{run.summary['stopped']}. " if "stopped" in run.summary else ""
             rounds = text.plural(best["round"], "round")
-            score = metrics.quantity(best["watch"], best["value"])
+            score = metrics.quantity(best["watch"], best["value"]) or "undefined"
             scores = f"Scores are after {rounds}: {best['watch']} {score}."
             found.append(f"{run.path}: {why}{scores}")
         rows = run.metrics.reindex(columns=["pre/nan_rows", "pre/nan_rows/clients"])

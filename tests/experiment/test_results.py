@@ -169,6 +169,14 @@ def test_rows_of_nan_logits_are_counted(tmp_path):
     assert ": 3 test rows of 2 clients have NaN logits" in note
 
 
+@pytest.mark.parametrize("value, shown", [(0.5, "50.0 %"), (None, "undefined")])
+def test_the_round_that_early_stopping_kept_is_named(tmp_path, value, shown):
+    run = made.run(tmp_path / "a")
+    run.summary["best"] = {"watch": "val/auc", "round": 1, "value": value}
+    (note,) = results.notes([run])
+    assert note == f"{run.path}: Scores are after 1 round: val/auc {shown}."
+
+
 def test_unfinished_and_torn_runs_are_read_as_far_as_they_go(tmp_path):
     run = made.run(tmp_path / "a", status="running")
     with open(run.path / "metrics.jsonl", "a") as file:
