@@ -83,9 +83,9 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     names, of = architectures(model, len(everybody.train))
     warn_of_data(config.data, data.unmarked, names)
     partition = select(everybody, data.trained)
-    malicious = upload_options.malicious(config.uploads, len(data.trained))
     if upload_options.flips_labels(config.uploads):
-        dataset = shifts.flipped(dataset, everybody, data.trained[malicious])
+        bad = upload_options.malicious(config.uploads, len(data.trained))
+        dataset = shifts.flipped(dataset, everybody, data.trained[bad])
     folders, private = pretrained.folders(model), config.dp is not None
     if private:
         inputs.check_private(config.data, dataset, folders)
@@ -100,15 +100,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if config.feature_cache is not None:
         given = everyone, dataset, public
         everyone, dataset, public = features.cached(*given, dtype=config.feature_cache)
-    task = unseen.among(everyone, data.trained)._replace(malicious=malicious)
-    task, schedule = for_server(
-        config.server,
-        task,
-        data.trained,
-        len(everybody.train),
-        config.seed,
-        functools.partial(make_program, config),
-    )
+    task, schedule = for_server(config, everyone, data.trained)
     if config.drop_last and (short := int((task.sizes < config.batch_size).sum())):
         logging.warning("--drop_last: %d clients have no full batch.", short)
     config = config.replace(**lay_out(config.run, task))
@@ -201,40 +193,36 @@ def prepare(
 
 
 def for_server(
-    server: groups.Server,
-    task: Task,
-    trained: np.ndarray,
-    clients: int,
-    seed: int,
-    program: Callable[[Task], simulate.Program],
+    config: Config, everyone: Task, trained: np.ndarray
 ) -> tuple[Task, Schedule | None]:
-    """Returns the task of the clients that train, with their draw, and the schedule of
-    an asynchronous run.
+    """Returns the task of the clients that train, with their draw and the malicious
+    ones, and the schedule of an asynchronous run.
 
     Args:
-      task: with the participation of the settings.
-      trained: ids of the clients that train, among all.
-      clients: number of all clients.
-      program: makes the synchronous program of the task.
+      everyone: the task of all clients.
+      trained: ids of the clients that train.
     """
-    draw = task_options.SAMPLINGS.read(server.sampling)(task=task)
+    malicious = upload_options.malicious(config.uploads, len(trained))
+    task = unseen.among(everyone, trained)._replace(malicious=malicious)
+    draw = task_options.SAMPLINGS.read(config.sampling)(task=task)
     task = task._replace(sampling=draw)
     validate.batches(task)
     # read in every run, as reports need them in the end
-    everybody = clock.clients(server.speeds, server.bandwidths, clients, seed)
-    rule = rule_of(server)
+    given, count = (config.speeds, config.bandwidths), everyone.num_clients
+    everybody = clock.clients(*given, count, config.seed)
+    rule = rule_of(config.server)
     if rule is None:
         return task, None
     speeds, sent, times = jax.tree.map(lambda x: x[trained], everybody), 0, None
     if speeds.megabits is not None:
-        sent = 4 * engine.numbers(program(task))
+        sent = 4 * engine.numbers(make_program(config, task))
     if any(x is not None for x in speeds):
         _, examples = local_training.planned(task, task.sizes)
         times = clock.seconds(speeds, examples, sent)
     schedule = arrivals(
         task,
-        jax.random.key(seed),
-        rounds=max(server.rounds, 1),
+        jax.random.key(config.seed),
+        rounds=max(config.rounds, 1),
         buffer=rule.buffer,
         seconds=times,
     )

@@ -83,7 +83,7 @@ class EarlyStopping(Callback):
             self._before = self.directory.restore(experiment)[1]
             self.state = self.directory.restore(experiment, BEST)[1]
         else:
-            self._before = first_state(experiment)
+            self._before = warm_start.first_state(experiment)
 
     def _update(self, value: float | None) -> bool:
         """Returns whether a value is the best so far."""
@@ -116,13 +116,6 @@ class EarlyStopping(Callback):
             self.directory.save(rounds, self.state, BEST)
             best = {"watch": f"val/{self._score}", "round": rounds, "value": value}
             self.directory.summarize(best=best)
-
-
-def first_state(e: Experiment) -> RunState:
-    """Returns the state before the first round, on the host."""
-    if e.config.init_from is not None:
-        return warm_start.start(e)
-    return e.fetch(e.program.init(e.key, e.traced))
 
 
 class UnseenClients(Callback):

@@ -214,8 +214,7 @@ def complete(config: Config) -> Config:
             check_needs(config, flag)
     for group in GROUPS:
         getattr(config, group).check()
-    if config.asynchronous is not None:
-        _check_asynchronous(config)
+    _check_asynchronous(config.server, config.uploads)
     if config.patience and config.val_fraction == 0:
         raise InputError("--patience needs --val_fraction.")
     if config.base is not None and pretrained.is_folder(config.base):
@@ -245,14 +244,15 @@ def check_needs(config: Config, flag: str) -> None:
         raise InputError(f"--{flag} needs --{name}{equals}{', '.join(values)}.")
 
 
-def _check_asynchronous(config: Config) -> None:
+def _check_asynchronous(server: groups.Server, uploads: groups.Uploads) -> None:
     """Raises InputError for settings that need rounds of a whole cohort."""
     known = {
-        "--sampling": config.sampling != "uniform",
-        "--aggregate": config.aggregate != "mean",
-        "--dp": config.dp is not None,
+        "--sampling": server.sampling != "uniform",
+        "--aggregate": server.aggregate != "mean",
+        "--dp": uploads.dp is not None,
     }
-    if excluded := [name for name, given in known.items() if given]:
+    excluded = [name for name, given in known.items() if given]
+    if server.asynchronous is not None and excluded:
         raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
 
 

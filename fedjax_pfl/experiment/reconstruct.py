@@ -29,6 +29,7 @@ from fedjax_pfl.experiment import cli, results, upload_options
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.types import Experiment
+from fedjax_pfl.experiment.warm_start import first_state
 from fedjax_pfl.privacy import reconstruction
 from fedjax_pfl.types import PyTree, RunState
 
@@ -167,13 +168,9 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     e = build(directory.config.replace(conv="xla", devices="1", client_memory="device"))
     if len(e.task.models) > 1:
         raise InputError("A reconstruction needs clients of one architecture.")
-    t, state = 0, None
-    if options.get("round", 0):
-        t, state = directory.restore(e)
+    t, state = directory.restore(e) if options.get("round") else (0, None)
     with e.tracing():
-        if state is None:
-            program = e.alone
-            state = program.unplace(program.init(e.key, program.traced))
+        state = first_state(e) if state is None else state
         found = attack(e, jax.tree.map(jnp.asarray, state), t, **options)
     row = {"method": e.config.algo, "round": t}
     row |= {name: float(np.mean(found[name])) for name in ("psnr", "ssim", "distance")}

@@ -1,6 +1,5 @@
 """Predictions of a run without its data set, by the shapes in inputs.json."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets
 from fedjax_pfl.data.preparation import Preparation
-from fedjax_pfl.engine import unseen
-from fedjax_pfl.experiment import config as settings, upload_options
+from fedjax_pfl.experiment import config as settings
 from fedjax_pfl.experiment.build import (
     architectures,
     for_server,
@@ -142,16 +140,7 @@ def trained(path: str | Path) -> Trained:
         shape = jax.ShapeDtypeStruct((count, *pool.x.shape[1:]), pool.x.dtype)
         everyone = everyone._replace(public=shape)
     ids = np.delete(np.arange(len(sizes)), known["unseen"])
-    malicious = upload_options.malicious(config.uploads, len(ids))
-    task = unseen.among(everyone, ids)._replace(malicious=malicious)
-    task, schedule = for_server(
-        config.server,
-        task,
-        ids,
-        len(sizes),
-        config.seed,
-        functools.partial(make_program, config),
-    )
+    task, schedule = for_server(config, everyone, ids)
     federation = _federation(counts[ids], sizes[ids])
     return Trained(
         config=config,

@@ -254,7 +254,7 @@ def _execute(
     experiments = build_at_once(configs, room)
     start, states = (0, []) if new else _opened(directories, experiments)
     if configs[0].init_from is not None and not start:
-        states = [warm_start.start(each) for each in experiments]
+        states = [warm_start.first_state(each) for each in experiments]
     if alone:
         say(describe(experiments[0], directories))
     begin = time.perf_counter()

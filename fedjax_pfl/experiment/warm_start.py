@@ -14,16 +14,18 @@ from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.types import Array, PyTree, RunState
 
 
-def start(e: Experiment) -> RunState:
-    """Returns the start of an experiment with the variables of --init_from.
+def first_state(e: Experiment) -> RunState:
+    """Returns the state before the first round, on the host.
 
-    The method's start is made of the model that the run's clients shared. Then every
-    leaf of the state that the run has by the same name and in the same shape is the
-    run's, such as the clients' personal parts; the others are new.
+    With --init_from the method's start is made of the model that the run's clients
+    shared. Then every leaf of the state that the run has by the same name and in the
+    same shape is the run's, such as the clients' personal parts; the others are new.
 
     Raises:
       InputError: the run has no checkpoint, or none of its variables fits.
     """
+    if e.config.init_from is None:
+        return e.fetch(e.program.init(e.key, e.traced))
     path, taken = str(e.config.init_from), set[str]()
     before, _, state = restored(path)
     old = state.method

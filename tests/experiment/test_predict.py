@@ -11,11 +11,12 @@ from PIL import Image
 from experiment.runs import run
 from experiment.test_build import TABLE, sites
 from fedjax_pfl.algorithms import ALGORITHMS
-from fedjax_pfl.experiment import callbacks, export, predict, results
+from fedjax_pfl.experiment import export, predict, results
 from fedjax_pfl.experiment.build import _load, build, unseen_scorer
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.types import Trained
+from fedjax_pfl.experiment.warm_start import first_state
 
 SMALL = {"clients": 6, "data_fraction": 0.2, "model": "linear", "devices": "1"}
 
@@ -24,7 +25,7 @@ def untrained(path, **settings):
     """Returns the experiment of a run directory with the start as its checkpoint."""
     e, directory = build(Config(**SMALL | settings)), RunDirectory(path)
     directory.open(e)
-    directory.save(1, callbacks.first_state(e))
+    directory.save(1, first_state(e))
     directory.unlock()
     return e
 
