@@ -81,7 +81,7 @@ def of_client(
       state: after `t` rounds, as `RunDirectory.restore` returns it.
       change: (predictor, server, the client's row, c) -> the predictor to call.
     """
-    inner, hparams = find(e.config.algo), e.config.hparams
+    inner: Callable[..., Any] = find(e.config.algo)
 
     def factory(task: Task, **hparams: Any) -> Algorithm:
         made = inner(task, **hparams)
@@ -93,7 +93,7 @@ def of_client(
 
     factory = functools.wraps(inner)(factory)
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
-    program = simulate.program(factory, e.task, hparams, **options)
+    program = simulate.program(factory, e.task, e.config.hparams, **options)
     placed = program.place(RunState(state.method))  # the rest predicts nothing
     given = program.context(e.key, e.federation, t), placed, client, x
     with e.tracing():
