@@ -20,8 +20,14 @@ KEEP = {CHECKPOINTS: 2, BEST: 1}
 DIGESTS = "digests.json"
 
 
-def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file; InputError if it cannot be read."""
+def read_json(file: Path, default: Any = None) -> Any:
+    """Returns the content of a JSON file; InputError if it cannot be read.
+
+    Args:
+      default: returned if there is no file; None: there must be one.
+    """
+    if default is not None and not file.is_file():
+        return default
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -72,8 +78,7 @@ class Checkpoints:
 
     @property
     def _digests(self) -> dict[str, str]:
-        file = self.path / DIGESTS
-        return read_json(file) if file.is_file() else {}
+        return read_json(self.path / DIGESTS, {})
 
     def restore(
         self, experiment: Trained, kind: str = CHECKPOINTS
@@ -114,8 +119,7 @@ class Checkpoints:
         Raises:
           InputError: there is none.
         """
-        summary = self.path / "summary.json"
-        early = summary.is_file() and "best" in read_json(summary)
+        early = "best" in read_json(self.path / "summary.json", {})
         rounds, state = self.restore(experiment, BEST if early else CHECKPOINTS)
         if state is None:
             raise InputError(f"{self.path} has no checkpoint yet.")

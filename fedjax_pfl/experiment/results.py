@@ -88,8 +88,7 @@ class Run:
     @functools.cached_property
     def clients(self) -> tuple[str, ...]:
         """Names of the clients that train; of an earlier version none."""
-        known = (self.path / "partition.json").is_file()
-        recorded = RunDirectory(self.path).read("partition.json") if known else {}
+        recorded = RunDirectory(self.path).read("partition.json", {})
         return tuple(recorded.get("clients", ()))
 
     @functools.cached_property

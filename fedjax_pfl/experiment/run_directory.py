@@ -107,8 +107,7 @@ class RunDirectory:
     @property
     def summary(self) -> Row:
         """Returns the content of summary.json, without one an empty dict."""
-        known = (self.path / "summary.json").is_file()
-        return self.read("summary.json") if known else {}
+        return self.read("summary.json", {})
 
     def lock(self) -> None:
         """Locks the directory; InputError if another process writes it."""
@@ -260,9 +259,9 @@ class RunDirectory:
         scores = {name: x for name, x in self.last.items() if "/" in name}
         self.write("summary.json", self.summary | {"scores": scores} | values)
 
-    def read(self, name: str) -> Any:
-        """Returns the content of a JSON file; InputError if it cannot be read."""
-        return read_json(self.path / name)
+    def read(self, name: str, default: Any = None) -> Any:
+        """Returns what `checkpoints.read_json` returns of a file."""
+        return read_json(self.path / name, default)
 
     def write(self, name: str, content: Any) -> None:
         """Writes a JSON file whole or not at all."""

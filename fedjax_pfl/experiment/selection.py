@@ -65,7 +65,7 @@ def write(root: Path, content: dict[str, Any]) -> dict[str, Any]:
     An earlier choice by the same score is kept for other methods and settings.
     """
     directory, known = RunDirectory(root), [_key(x) for x in content["chosen"]]
-    before = directory.read(SELECTION) if (root / SELECTION).is_file() else {}
+    before = directory.read(SELECTION, {})
     if before.get("by") == content["by"]:
         kept = [x for x in before["chosen"] if _key(x) not in known]
         content = content | {"chosen": kept + content["chosen"]}
