@@ -73,8 +73,8 @@ def read(path: str, e: Trained) -> Given:
     resized = e.config.image_size is not None
     files, x = images.unlabelled(path, kind.shape, resized=resized)
     labels = [file.parent.name for file in files]
-    known = set(labels) <= set(e.classes or ())
-    return Given(x, list(map(str, files)), labels if known else None, None)
+    named = labels if set(labels) <= set(e.classes or ()) else None
+    return Given(x, list(map(str, files)), named, None)
 
 
 def _of_arrays(found: dict[str, np.ndarray], path: str, e: Trained) -> Given:
