@@ -17,7 +17,7 @@ from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.datasets import Dataset, prepare_images
 from fedjax_pfl.data.partitioners import partition
 from fedjax_pfl.engine import placement
-from fedjax_pfl.types import Context, State
+from fedjax_pfl.types import Context
 
 KEY = jax.random.key(3)
 
@@ -260,4 +260,3 @@ def test_clients_at_rest_lie_on_their_devices():
         for x in jax.tree.leaves(tree):
             spec = x.sharding.spec if hasattr(x, "sharding") else x.spec
             assert spec[0] == placement.AXIS
-    assert isinstance(state, State)
