@@ -39,6 +39,7 @@ BOARD = ROOT / "experiments" / "results" / "leaderboard.json"
 ABSENT = {
     "feddva": "models the images, and is scored by their ELBO",
     "hetlora": "needs a frozen base; these settings train all weights",
+    "fedsa_lora": "needs a frozen base; these settings train all weights",
 }
 PUBLIC = {  # setting -> public examples of the methods that need them
     "digits": "digits:200",

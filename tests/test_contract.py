@@ -383,6 +383,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het"), toy.PUBLIC * C * ones
     )
     table["pfedlora"] = (8 * 4 + 4 * C) * ones
+    table["fedsa_lora"] = 6 * 3 * ones  # A
     ranks = np.array([2, 1, 1, 2])
     of_ranks = head + (6 + 8) * ranks
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features

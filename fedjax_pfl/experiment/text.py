@@ -137,6 +137,7 @@ METHODS = {
     "cfl": "CFL",
     "fednova": "FedNova",
     "hetlora": "HetLoRA",
+    "fedsa_lora": "FedSA-LoRA",
     "pfedlora": "pFedLoRA",
     "pfedfda": "pFedFDA",
     "floco": "Floco",

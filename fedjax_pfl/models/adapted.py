@@ -133,7 +133,7 @@ def prompt(tokens: Annotated[int, Ge(1)]) -> Adaptation:
             block.prompted = (tokens, i == len(blocks) - 1)
             kind: Any = type(block)
             block.__class__ = _with_prompt(kind)
-        small = nnx.initializers.normal(0.02)
+        small = nnx.initializers.normal(0.02, jnp.float32)
         blocks[0].prompt = nnx.Param(small(rngs.params(), (tokens, widths[0])))
 
     return Adaptation(f"prompt:{tokens}", insert, lambda path, _: path[-1] == PROMPT)
@@ -309,7 +309,7 @@ def _matches(where: str, path: tuple[Any, ...], layer: Any) -> bool:
 
 def _add_lora(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     """Adds A and B to a layer, which then adds their product to its result."""
-    gaussian = nnx.initializers.normal(1 / rank)
+    gaussian = nnx.initializers.normal(1 / rank, jnp.float32)
     if isinstance(layer, nnx.Conv):
         names = ("strides", "padding", "input_dilation", "kernel_dilation")
         given = {name: getattr(layer, name) for name in names}

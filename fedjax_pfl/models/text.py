@@ -122,7 +122,7 @@ class Tokens(nnx.Module):
           scale: of the token embeddings.
           cap: "logits" are cap tanh(logits / cap); None: as they are.
         """
-        small = nnx.initializers.normal(0.02)
+        small = nnx.initializers.normal(0.02, jnp.float32)
         width = layout.width
         self.embedding = nnx.Embed(vocabulary, width, embedding_init=small, rngs=rngs)
         if not layout.rotary:
@@ -191,7 +191,7 @@ class Tokens(nnx.Module):
 
 def embedding(vocabulary: int, features: int, rngs: nnx.Rngs) -> nnx.Embed:
     """Returns an embedding [V, K] with PyTorch's initialisation, N(0, 1)."""
-    normal = nnx.initializers.normal(1.0)
+    normal = nnx.initializers.normal(1.0, jnp.float32)
     return nnx.Embed(vocabulary, features, embedding_init=normal, rngs=rngs)
 
 

@@ -78,7 +78,7 @@ class Patches(nnx.Module):
         count = extra + (height // patch) * (wide // patch)
         size, width = patch * patch * channels, layout.width
         self.embed = layers.linear(size, width, rngs, use_bias=embed_bias)
-        small = nnx.initializers.normal(0.02)
+        small = nnx.initializers.normal(0.02, jnp.float32)
         self.places = nnx.Param(small(rngs.params(), (count, width)))
         self.blocks = nnx.List([Block(layout, rngs) for _ in range(depth)])
         self.norm = norm(layout, rngs)

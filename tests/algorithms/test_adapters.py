@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import traverse_util
 
 from fedjax_pfl import averaging
-from fedjax_pfl.algorithms import hetlora, pfedlora
+from fedjax_pfl.algorithms import fedsa_lora, hetlora, pfedlora
 from fedjax_pfl.algorithms.hetlora import _layers, _masked
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.models.adapted import A, B
 from fedjax_pfl.types import Metrics
 
 TASK = toy.task("lora")
@@ -30,6 +32,27 @@ def test_hetlora_with_one_rank_is_fedavg():
     plain = {"rank_min": RANK, "gamma": 1.0, "lam": 0.0, "by_norm": False}
     found, wanted = toy.train("hetlora", TASK, **plain), toy.train("fedavg", TASK)
     close(found.state.server, wanted.state.server)
+
+
+def test_fedsa_lora_averages_a_and_keeps_b_and_the_head():
+    """In the first round clients train what Local trains."""
+    found, alone = (
+        toy.train(name, TASK, rounds=1).state for name in ("fedsa_lora", "local")
+    )
+    own, trained = found.clients, alone.clients
+    close(own["head"], trained["head"])
+    sizes = np.asarray(TASK.sizes, np.float32)
+    flat, kept, shared = (
+        traverse_util.flatten_dict(x["body"]) for x in (trained, own, found.server)
+    )
+    kept, shared = (
+        {path: x for path, x in tree.items() if x is not None}
+        for tree in (kept, shared)
+    )
+    assert {path[-1] for path in kept} == {B} and all(A in path for path in shared)
+    close({path: flat[path] for path in kept}, kept)
+    mean = {path: np.tensordot(sizes / sizes.sum(), flat[path], 1) for path in shared}
+    close(mean, shared)
 
 
 def test_hetlora_truncates_and_prunes():
@@ -86,6 +109,11 @@ def test_masks_cut_columns_of_a_and_rows_of_b():
     ((a, b),) = _layers(_masked(ones, jnp.arange(RANK) < 1))
     assert a.shape == (6, RANK) and b.shape == (RANK, 8)
     assert a[:, 0].all() and not a[:, 1:].any() and b[0].all() and not b[1:].any()
+
+
+def test_fedsa_lora_needs_lora():
+    with pytest.raises(InputError, match="fedsa_lora needs a model with LoRA"):
+        fedsa_lora(toy.task())
 
 
 def test_hetlora_needs_lora():
