@@ -234,9 +234,13 @@ def assert_absent_clients_stay(results: list[simulate.Result]) -> None:
         )
 
 
+# one case draws from every option; more of one are for methods of each kind
+CASES = [(method, 0) for method in toy.METHODS]
+CASES += itertools.product(("fedavg", "ditto", "pfedc", "fedfomo", "mnfl_het"), (1, 2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("method", toy.METHODS)
+@pytest.mark.parametrize(("method", "seed"), CASES)
 def test_the_results_are_those_of_the_plain_run(method, seed):
     case, key = draw(method, seed), jax.random.key(seed)
     plain = run(program(method, case), case.plain, key)
