@@ -6,9 +6,10 @@ by cost, and from the worst client to the best. A single run also has its partit
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.ticker
@@ -57,14 +58,35 @@ BY_UPLOAD = (
     ("pre", "uploaded", "MB sent by clients"),
     ("post", "uploaded", "MB sent by clients"),
 )
+_LINES = 8  # on one pair of axes, else there is one per label
+_COLUMNS = 5  # of these
 _CLIENTS = 200  # drawn at most of a partition
 _NAMED = 40  # with a name on an axis
 
 
-def _panels(count: int, width: float = 4.2, height: float = 4.2) -> tuple[Figure, Any]:
+class Panel(NamedTuple):
+    """Curves over one horizontal axis.
+
+    Attributes:
+      score: of the values; panels with the same score share their vertical axis.
+      curves: {label: [3, points]}, x, mean and half of the band.
+      floor: the majority baseline, if there is one.
+      thin: pairs (x, y) of curves without a label.
+    """
+
+    title: str
+    xlabel: str
+    score: str
+    curves: dict[str, Any]
+    floor: float | None = None
+    thin: Sequence[Any] = ()
+
+
+def _grid(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1 + width * count, height), layout="constrained")
-        return figure, figure.subplots(1, count, squeeze=False)[0]
+        size = 1 + width * columns, height * rows
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _styles(labels: Iterable[Any]) -> dict[Any, dict[str, Any]]:
@@ -72,28 +94,93 @@ def _styles(labels: Iterable[Any]) -> dict[Any, dict[str, Any]]:
     pairs = itertools.cycle(itertools.product(LINES, PALETTE))
     chosen = {x: ("-", "#999999") if x == "local" else next(pairs) for x in labels}
     return {
-        label: {"color": colour, "linestyle": line, "linewidth": 1.6}
+        label: {"label": label, "color": colour, "linestyle": line, "linewidth": 1.6}
         for label, (line, colour) in chosen.items()
     }
 
 
-def _line(axes: Any, x: Any, mean: Any, std: Any, score: str, **style: Any) -> None:
-    """Draws a curve with a band of one standard deviation."""
+def _line(axes: Any, curve: Any, score: str, **style: Any) -> None:
+    """Draws a curve with its band."""
+    x, mean, spread = np.asarray(curve, float)
     marker = "o" if len(x) <= 25 else ""
     axes.plot(x, mean, marker=marker, markersize=3.5, **style)
-    ends = [mean - std, mean + std]
+    ends = [mean - spread, mean + spread]
     low, high = np.clip(ends, 0, 1) if metrics.is_share(score) else ends
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _finish(figure: Figure, axes: Any, ylabel: str) -> Figure:
-    """Adds a legend below the figure."""
-    axes.set_ylabel(ylabel)
-    handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, int(10 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
-    position: Any = {"loc": "outside lower center", "ncols": min(columns, len(labels))}
-    figure.legend(handles, labels, frameon=False, **position)
+def _fill(axes: Any, panel: Panel, styles: Any, first: dict[str, Any]) -> None:
+    """Draws the curves of a panel that have a style.
+
+    Args:
+      first: axes by score, whose vertical axis is shared.
+    """
+    if (shared := first.setdefault(panel.score, axes)) is not axes:
+        axes.sharey(shared)
+    for label in (x for x in styles if x in panel.curves):
+        _line(axes, panel.curves[label], panel.score, **styles[label])
+    if panel.floor is not None:
+        axes.axhline(panel.floor, label=results.FLOOR, **_BASELINE)
+    for x, y in panel.thin:
+        axes.plot(x, y, **_THIN)
+    if metrics.is_share(panel.score):
+        axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.4g} %")
+    if panel.xlabel == "rounds":
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+
+
+def _draw(panels: Sequence[Panel], ylabel: str) -> Figure:
+    """Draws a pair of axes per panel, and of more than eight labels one per label."""
+    labels = list(dict.fromkeys(x for panel in panels for x in panel.curves))
+    if len(labels) > _LINES:
+        return _multiples(panels, labels, ylabel)
+    figure, (every,) = _grid(1, len(panels), 4.2, 4.2)
+    first: dict[str, Any] = {}
+    for axes, panel in zip(every, panels, strict=True):
+        _fill(axes, panel, _styles(labels), first)
+        axes.set(title=panel.title, xlabel=panel.xlabel)
+    return _finish(figure, ylabel)
+
+
+def _multiples(panels: Sequence[Panel], labels: Sequence[str], ylabel: str) -> Figure:
+    """Draws a pair of axes per label, on which panels of one score are curves."""
+    kinds = itertools.groupby(panels, lambda panel: (panel.xlabel, panel.score))
+    blocks = [(kind[0], list(of)) for kind, of in kinds]
+    first: dict[str, Any] = {}
+    rows, columns = math.ceil(len(labels) / _COLUMNS), _COLUMNS
+    figure, grid = _grid(rows * len(blocks), columns, 2.2, 1.9)
+    titles = _styles(dict.fromkeys(panel.title for panel in panels))
+    for style, line in zip(titles.values(), itertools.cycle(LINES), strict=False):
+        style["linestyle"] = line  # the curves of a method may be equal
+    for (xlabel, block), part in zip(blocks, np.split(grid, len(blocks)), strict=True):
+        for axes in part.flat[len(labels) :]:
+            axes.set_axis_off()
+        for i, (axes, label) in enumerate(zip(part.flat, labels, strict=False)):
+            for panel in block:
+                _fill(axes, panel, {label: titles[panel.title]}, first)
+            axes.set_title(textwrap.fill(label, 32), fontsize=8)
+            axes.tick_params(labelsize=7)
+            axes.set_xlabel(xlabel if i >= len(labels) - columns else "", fontsize=8)
+    return _finish(figure, ylabel)
+
+
+def _finish(figure: Figure, ylabel: str) -> Figure:
+    """Adds the label of the vertical axes and a legend below the figure."""
+    figure.supylabel(ylabel, fontsize=10)
+    pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
+    found = {x: handle for pair in pairs for handle, x in zip(*pair, strict=True)}
+    names = sorted(found, key=lambda label: label == results.FLOOR)
+    columns = max(1, int(10 * figure.get_figwidth() / (max(map(len, names)) + 6)))
+    position: Any = {"loc": "outside lower center", "ncols": min(columns, len(names))}
+    handles = [found[name] for name in names]
+    figure.legend(handles, names, frameon=False, **position)
     return figure
+
+
+def _of_test(attacks: Iterable[Any], score: str) -> str:
+    """Returns the label of a test score of runs with these values of --malicious."""
+    attacked = any(isinstance(x, str) for x in attacks)
+    return f"test {score}" + " of benign clients" * attacked
 
 
 def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) -> Figure:
@@ -105,23 +192,21 @@ def curves(table: pd.DataFrame, score: str, panels: Sequence[Any] = BY_ROUND) ->
       panels: (point, column of the table, its title) of each, as BY_ROUND and BY_COST;
         point train has the loss.
     """
-    figure, every = _panels(len(panels))
-    styles = _styles(table["label"].unique())
-    for axes, (point, column, xlabel) in zip(every, panels, strict=True):
-        here = table[table["point"] == point]
+    baseline, drawn = metrics.baseline(score), []
+    table = results.benign(results.benign(table, score), baseline)
+    for point, column, xlabel in panels:
+        here, found = table[table["point"] == point], {}
         name = "loss" if point == "train" else score
         for label, rows in here[here["score"] == name].groupby("label", sort=False):
             seeds, runs = rows.groupby("completed"), rows["run"].nunique()
             means = seeds[["macro", "std", "uploaded", *results.COSTS]].mean()
             means["std"] = seeds["macro"].std() if runs > 1 else means["std"]
             means = means[seeds.size() == runs]  # rounds that all have
-            x, mean, std = means[[column, "macro", "std"]].to_numpy().T
-            _line(axes, x, mean, std, name, label=label, **styles[label])
-        floor = here[here["score"] == metrics.baseline(name)].drop_duplicates("run")
-        if len(floor):
-            axes.axhline(floor["macro"].mean(), label=results.FLOOR, **_BASELINE)
-        axes.set(title=_TITLES[point], xlabel=xlabel)
-    return _finish(figure, every[0], f"test {score}, mean over clients")
+            found[label] = means[[column, "macro", "std"]].to_numpy().T
+        floor = here[here["score"] == baseline].drop_duplicates("run")["macro"]
+        least = None if floor.empty or point == "train" else floor.mean()
+        drawn.append(Panel(_TITLES[point], xlabel, name, found, least))
+    return _draw(drawn, f"{_of_test(table['malicious'], score)}, mean over clients")
 
 
 def uploads(table: pd.DataFrame, score: str) -> Figure:
@@ -152,21 +237,24 @@ def clients(runs: Sequence[Run]) -> Figure:
 
     Bands are over seeds, at equal shares of the clients.
     """
-    figure, panels = _panels(2)
     score, better = runs[0].headline
     names, shares = results.labels(runs), np.linspace(0, 1, 101)
-    for label, style in _styles(dict.fromkeys(names.values())).items():
-        of = [
-            results.last_scores(x, score) for x in runs if names[str(x.path)] == label
-        ]
-        for axes, point in zip(panels, ("pre", "post"), strict=True):
-            rows = np.array([scores[point].quantile(shares) for scores in of])
+    scores: dict[str, list[pd.DataFrame]] = {}
+    for run in runs:
+        found = results.last_scores(run, score).quantile(shares)
+        scores.setdefault(names[str(run.path)], []).append(found)
+    panels = []
+    for point in ("pre", "post"):
+        drawn = {}
+        for label, of in scores.items():
+            rows = np.array([found[point] for found in of])
             rows = rows[:, :: 1 if better == "max" else -1]
             spread = rows.std(axis=0, ddof=min(1, len(rows) - 1))
-            mean = rows.mean(axis=0)
-            _line(axes, 100 * shares, mean, spread, score, label=label, **style)
-            axes.set(title=_TITLES[point], xlabel="clients from worst to best (%)")
-    return _finish(figure, panels[0], f"test {score} of a client")
+            drawn[label] = [100 * shares, rows.mean(axis=0), spread]
+        title = "clients from worst to best (%)"
+        panels.append(Panel(_TITLES[point], title, score, drawn))
+    attacks = [run.config.get("malicious") for run in runs]
+    return _draw(panels, f"{_of_test(attacks, score)}, per client")
 
 
 def own_values(runs: Sequence[Run]) -> Figure | None:
@@ -178,23 +266,17 @@ def own_values(runs: Sequence[Run]) -> Figure | None:
     names = results.labels(runs)
     parts = [run.scores.assign(label=names[str(run.path)]) for run in runs]
     table = pd.concat(parts)
-    table = table[table["point"] == metrics.OWN]
-    if table.empty:
-        return None
-    shown = table["score"].unique()
-    figure, panels = _panels(len(shown))
-    styles = _styles(table["label"].unique())
-    for axes, name in zip(panels, shown, strict=True):
-        for label, rows in table[table["score"] == name].groupby("label", sort=False):
+    table, panels = table[table["point"] == metrics.OWN], []
+    for name, of in table.groupby("score", sort=False):
+        drawn = {}
+        for label, rows in of.groupby("label", sort=False):
             by = rows.groupby("round")["value"].agg(["mean", "std"])
             spread = by["std"].fillna(0) * (len(runs) > 1)
-            style = {"label": label, **styles[label]}
-            _line(axes, by.index + 1, by["mean"], spread, "", **style)
-        for _, rows in table[table["score"] == name].groupby("client"):
-            if len(runs) == 1:
-                axes.plot(rows["round"] + 1, rows["value"], **_THIN)
-        axes.set(title=name, xlabel="rounds")
-    return _finish(figure, panels[0], "value of a client")
+            drawn[label] = [by.index + 1, by["mean"], spread]
+        single = [rows for _, rows in of.groupby("client") if len(runs) == 1]
+        thin = [(rows["round"] + 1, rows["value"]) for rows in single]
+        panels.append(Panel(str(name), "rounds", str(name), drawn, thin=thin))
+    return _draw(panels, "value of a client") if panels else None
 
 
 def partition(
@@ -212,7 +294,7 @@ def partition(
     """
     counts = np.asarray(class_counts)[:_CLIENTS]
     width, height = np.clip(0.3 * np.array(counts.shape) + 2, 4, 16)
-    figure, (axes,) = _panels(1, width, height)
+    figure, ((axes,),) = _grid(1, 1, width, height)
     owners, labels = np.nonzero(counts)
     area = 200 * counts[owners, labels] / max(counts.max(), 1)
     axes.scatter(owners, labels, s=np.maximum(area, 1), alpha=0.75, linewidths=0)

@@ -40,6 +40,43 @@ def test_curves_are_means_over_seeds(sweep):
     np.testing.assert_allclose(lines(drawn["costs"])["fedavg"][0], np.arange(4) * 0.006)
 
 
+def test_before_and_after_have_one_scale_in_percent(tmp_path):
+    """The loss has its own; a training without it would stretch the others."""
+    figure = figures.of_run(made.run(tmp_path / "a"))
+    before, after, loss = figure.axes
+    assert before.get_ylim() == after.get_ylim() != loss.get_ylim()
+    format = before.yaxis.get_major_formatter()
+    assert [format(x) for x in (0.2, 0.925)] == ["20 %", "92.5 %"]
+    assert "%" not in loss.yaxis.get_major_formatter()(0.2)
+
+
+def test_more_than_eight_curves_are_small_multiples(tmp_path):
+    for i in range(9):
+        made.run(tmp_path / f"{i}", gain=0.01 * i, lr=0.1 * (i + 1))
+    drawn = figures.figures(results.find([tmp_path]))
+    panels = [x for x in drawn["curves"].axes if x.get_title()]
+    assert panels[0].get_title() == "fedavg, lr=0.1" and len(panels) == 9
+    found = {x.get_label(): x.get_ydata() for x in panels[8].lines}
+    np.testing.assert_allclose(
+        found["Before local training"], 0.5 + 0.08 * np.arange(4)
+    )
+    np.testing.assert_allclose(
+        found["After local training"], 0.58 + 0.08 * np.arange(3)
+    )
+    assert len({axes.get_ylim() for axes in panels}) == 1
+    by = [axes.get_xlabel() for axes in drawn["costs"].axes if axes.get_xlabel()]
+    assert by == ["MB sent and received"] * 5 + ["seconds of training"] * 5
+
+
+def test_attacked_runs_have_the_curve_of_benign_clients(tmp_path):
+    made.run(tmp_path / "a", malicious="0.2:sign_flip")
+    table = results.frame([tmp_path / "a"])
+    benign = table[table["score"] == "acc"].assign(score="benign_acc", macro=0.9)
+    figure = figures.curves(pd.concat([table, benign]), "acc")
+    assert set(lines(figure)["fedavg"][1]) == {0.9}
+    assert "benign clients" in figure.get_supylabel()
+
+
 def test_compressed_runs_are_drawn_by_what_clients_sent(tmp_path):
     for name in ("top_k:0.1", "qsgd:4"):
         made.run(tmp_path / name, compress=name)
