@@ -26,6 +26,7 @@ from fedjax_pfl.experiment import (
     significance,
 )
 from fedjax_pfl.experiment.cli import Flag
+from fedjax_pfl.experiment.config import SETTINGS, Config, check_needs
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.run_directory import RunDirectory
 
@@ -34,6 +35,16 @@ FORMATS = ("markdown", "latex", "csv", "html")
 CLOCK = ("speeds", "bandwidths")
 OVER_CLIENTS = "Scores over clients"
 TESTS = ("wilcoxon", "friedman")
+# settings of the first lines of a page
+HEAD = {
+    "Data": ("dataset", "data_fraction", "shift", "marks", "augment", "public"),
+    "Partition": ("partition", "alpha", "classes_per_client", "test_split"),
+    "Clients": ("clients", "participation", "unseen", "malicious"),
+    "Model": ("model", "adapt", "base", "init_from"),
+    "Seeds": ("seed",),
+}
+# of these also the defaults are shown
+_ALWAYS = ("alpha", "classes_per_client", *(names[0] for names in HEAD.values()))
 FLAGS = {
     "format": Flag(str, f"one of {', '.join(FORMATS)}", "markdown"),
     "all": Flag(bool, "validation scores of all runs of a sweep with --select"),
@@ -91,6 +102,36 @@ def _chosen(table: pd.DataFrame, words: str) -> pd.DataFrame:
     return table[list(dict.fromkeys(kept))] if kept else table
 
 
+def head(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns data, partition, clients, model and seeds of runs, each as a line."""
+    lines = {}
+    for title, (first, *more) in HEAD.items():
+        parts = {name: _values(runs, name) for name in (first, *more)}
+        known = [f"{name}={x}" for name, x in parts.items() if x and name in more]
+        lines[title] = "; ".join([parts[first], *known])
+    return lines
+
+
+def _values(runs: Sequence[Run], name: str) -> str:
+    """Returns the values of a setting where it acts, without its default."""
+    found = []
+    for run in runs:
+        value, default = run.config[name], SETTINGS[name].default
+        shown = value != default or name in _ALWAYS
+        if shown and value is not None and _acts(Config(**run.config), name):
+            found.append(str(value))
+    return ", ".join(dict.fromkeys(found))
+
+
+def _acts(config: Config, name: str) -> bool:
+    """Returns whether a setting has the one that it needs."""
+    try:
+        check_needs(config, name)
+    except InputError:
+        return False
+    return True
+
+
 def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     """Returns one HTML page without links to other files."""
     name, names = runs[0].headline[0], results.labels(runs)
@@ -100,20 +141,25 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
         own = dict(enumerate(run.clients))
         scores[names[str(run.path)]] = results.last_scores(run, name).rename(index=own)
     clients = pd.concat(scores, names=["method"])
-    settings = pd.DataFrame({str(run.path): run.config for run in runs})
+    settings = pd.DataFrame({str(run.path): run.config for run in runs}).map(str)
+    equal = settings.nunique(axis=1) == 1
     shown = found | {
         OVER_CLIENTS: results.statistics(rows, runs[0].headline),
         "Clients": clients.map(lambda value: metrics.text(name, value)),
-        "Settings": settings.astype(str).rename_axis("setting"),
+        "Settings": settings[equal].iloc[:, :1].set_axis(["value"], axis=1),
+        "Settings that differ": settings[~equal].T.rename_axis("run"),
     }
     drawn = {}
     for title, figure in figures.figures(runs).items():
         figure.savefig(file := io.BytesIO(), format="svg")
         drawn[title] = base64.b64encode(file.getvalue()).decode()
     template = jinja2.Template(_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
+    with pd.option_context("display.max_colwidth", None):
+        html = {t: results.render(x, "html") for t, x in shown.items() if x.size}
     return template.render(
         title=", ".join(dict.fromkeys(names.values())),
-        tables={t: Markup(results.render(x, "html")) for t, x in shown.items()},
+        head=head(runs),
+        tables={title: Markup(table) for title, table in html.items()},
         figures=drawn,
     )
 

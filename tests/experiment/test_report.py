@@ -13,7 +13,8 @@ from fedjax_pfl.experiment import report
 def sweep(tmp_path):
     for seed in (0, 1):
         made.run(tmp_path / "runs" / f"a{seed}", seed=seed, gain=0.1)
-    made.run(tmp_path / "runs" / "b", "local", gain=0.0, status="interrupted")
+    away = {"status": "interrupted", "data_dir": "/data" * 20}
+    made.run(tmp_path / "runs" / "b", "local", gain=0.0, **away)
     return str(tmp_path / "runs")
 
 
@@ -53,6 +54,28 @@ def test_html_is_one_file_with_figures_and_every_client(sweep, tmp_path, capsys)
     clients = text[text.index("<h2>Clients") :]
     assert re.search(r"<td>local</td>\s*<td>3</td>\s*<td>60.0</td>", clients)
     assert "<script>" in text and "&lt;td" not in text
+    lines = re.findall(r"<d[td]>(.*?)</d[td]>", text[: text.index("<table")])
+    titles = ["Data", "Partition", "Clients", "Model", "Seeds"]
+    assert lines[::2] == titles and lines[-1] == "0, 1"
+    assert "overflow: auto" not in text and "max-height" not in text  # nothing is cut
+    assert f"<td>{'/data' * 20}</td>" in text
+    assert text.index("<h2>Settings that differ") < text.index("<th>algo")
+
+
+def test_the_head_has_defaults_that_act_and_other_values(tmp_path):
+    dirichlet = {"partition": "dirichlet_hsu", "alpha": 0.1, "data_fraction": 0.5}
+    runs = [made.run(tmp_path / "a", **dirichlet, clients=3, malicious="0.5:sign_flip")]
+    assert report.head(runs) == {
+        "Data": "digits; data_fraction=0.5",
+        "Partition": "dirichlet_hsu; alpha=0.1",
+        "Clients": "3; malicious=0.5:sign_flip",
+        "Model": "auto",
+        "Seeds": "0",
+    }
+    runs += [made.run(tmp_path / "b", partition="iid", seed=1)]
+    found = report.head(runs)
+    assert found["Partition"] == "dirichlet_hsu, iid; alpha=0.1"
+    assert found["Seeds"] == "0, 1" and found["Clients"].startswith("3, 20;")
 
 
 @pytest.mark.parametrize(
