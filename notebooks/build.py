@@ -26,8 +26,10 @@ import sys
 from pathlib import Path
 
 TINY = bool(os.environ.get("TINY"))  # a size at which all cells run in seconds, and show nothing
+REPOSITORY = ""  # git address of fedjax_pfl, for a notebook without a checkout or a wheel
+RELEASED = False  # a release on the package index sets it
 
-# Install from the checkout that has this notebook, else from the package index.
+# Install from the checkout that has this notebook, else from a wheel in its folder, else from REPOSITORY.
 folders = (Path.cwd(), *Path.cwd().parents)
 root = next((p for p in folders if (p / "fedjax_pfl" / "types.py").exists()), None)
 if root is not None:
@@ -35,7 +37,15 @@ if root is not None:
 if not all(map(importlib.util.find_spec, ("fedjax_pfl", "jax", "flax", "optax"))):
     tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     extra = "[cuda]" if shutil.which("nvidia-smi") else "[tpu]" if tpu else ""
-    package = ["fedjax_pfl" + extra] if root is None else ["-e", f"{root}{extra}"]
+    wheels = sorted(Path.cwd().glob("fedjax_pfl-*.whl"))
+    if root is not None:
+        package = ["-e", f"{root}{extra}"]
+    elif wheels:
+        package = [f"{wheels[-1]}{extra}"]
+    elif REPOSITORY or RELEASED:
+        package = [f"fedjax_pfl{extra}" + f" @ git+{REPOSITORY}" * bool(REPOSITORY)]
+    else:
+        sys.exit("Put a wheel of fedjax_pfl into this folder, or its git address into REPOSITORY.")
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *package], check=True)
     print("Installed", package[-1])
 """

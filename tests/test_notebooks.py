@@ -4,6 +4,8 @@ bottom."""
 import importlib.util
 import json
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +29,43 @@ def test_a_notebook_is_what_its_source_says_without_outputs(name):
     cells = json.loads(stored)["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells) > 5
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.fixture
+def first_cell(tmp_path, monkeypatch):
+    """Runs the first cell in a folder without a checkout; returns what pip installs."""
+    installed = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: installed.append(words))
+
+    def run(**constants):
+        code = build.SETUP
+        for name, value in constants.items():
+            code, count = re.subn(
+                rf"^{name} = \S+", f"{name} = {value!r}", code, flags=re.M
+            )
+            assert count == 1
+        exec(code, {})
+        return installed[-1][-1]
+
+    return run
+
+
+def test_a_notebook_without_a_checkout_takes_a_wheel_or_an_address(
+    first_cell, tmp_path
+):
+    with pytest.raises(SystemExit, match="into REPOSITORY") as error:
+        first_cell()
+    assert "\n" not in error.value.code
+    address = "https://host/name.git"
+    assert re.fullmatch(
+        rf"fedjax_pfl(\[\w+\])? @ git\+{address}", first_cell(REPOSITORY=address)
+    )
+    assert re.fullmatch(r"fedjax_pfl(\[\w+\])?", first_cell(RELEASED=True))
+    wheel = tmp_path / "fedjax_pfl-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    assert first_cell(REPOSITORY=address, RELEASED=True).startswith(str(wheel))
 
 
 def test_nothing_else_is_a_notebook():
