@@ -11,8 +11,11 @@ confusion table are printed.
 all clients without this column. --client=global is the model that the clients share. A
 client that did not train takes its own local training first, on the labelled rows of
 --train.
+
+--tokens=N makes a run of the next token continue each text, or answer a conversation.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +30,11 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, stored_inputs
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import of_clients
-from fedjax_pfl.data.sources import arrays, images, rows, table
+from fedjax_pfl.data.sources import arrays, chat, images, rows, table
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, clients, results, text
+from fedjax_pfl.experiment import cli, clients, generation, results, text
+from fedjax_pfl.experiment.generation import Generation
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.types import RunState
@@ -42,6 +46,9 @@ FLAGS = {
     "input": cli.Flag(str, "file or folder of the rows to predict"),
     "train": cli.Flag(str, "labelled rows of a client that did not train"),
     "output": cli.Flag(str, "file of the predictions", "RUN/predictions.csv"),
+    "tokens": cli.Flag(int, "most tokens by which a text goes on"),
+    "temperature": cli.Flag(float, "of their draw, 0: the most probable", 0.0),
+    "seed": cli.Flag(int, "of their draw", 0),
     **cli.TRUST,
 }
 
@@ -98,6 +105,9 @@ def _of_rows(path: str, e: Trained) -> Given:
     """Reads rows of a table or of texts."""
     assert e.preparation is not None
     column, texts = e.config.partition.column, not e.preparation.columns
+    if e.config.data.dataset.startswith(chat.PREFIX) and not path.endswith(".txt"):
+        x = generation.prompts(path, e.preparation)
+        return Given(x, list(range(1, len(x) + 1)), None, None)
     if texts and path.lower().endswith(".txt"):
         lines = text.content(path).splitlines()
         return Given(e.inputs(lines), list(range(1, len(lines) + 1)), None, None)
@@ -197,13 +207,18 @@ def held_out(e: Trained, state: RunState, t: int, rows: Given) -> Any:
 
 
 def predictions(
-    run: Run, given: Given, client: str, rows: Given | None = None
+    run: Run,
+    given: Given,
+    client: str,
+    rows: Given | None = None,
+    how: Generation | None = None,
 ) -> pd.DataFrame:
     """Returns a row per example and client: row, client, class or target, and
     probabilities.
 
     Args:
       rows: labelled rows of a client that did not train.
+      how: a text's continuation in place of the next token.
 
     Raises:
       InputError: there is no such client, or the method predicts no scores of classes.
@@ -211,9 +226,9 @@ def predictions(
     e, everything = run.trained, np.arange(len(given.x))
     if rows is not None:
         own = held_out(e, run.state(), run.checkpoint[0], rows)
-        return _frame(e, own, given, everything, client)
+        return _frame(e, own, given, everything, client, how)
     if client == GLOBAL and GLOBAL not in e.names:
-        return _frame(e, shared(e, run.state()), given, everything, client)
+        return _frame(e, shared(e, run.state()), given, everything, client, how)
     chosen = {client: everything}
     if client == ALL and ALL not in e.names:
         chosen = dict.fromkeys(e.names, everything)
@@ -223,13 +238,24 @@ def predictions(
     parts = []
     for name, at in chosen.items():
         name = e.names[clients.index(e.names, name)]
-        parts.append(_frame(e, run.predictor(name), given, at, name))
+        parts.append(_frame(e, run.predictor(name), given, at, name, how))
     return pd.concat(parts)
 
 
 def _frame(
-    e: Trained, predict: Any, given: Given, at: np.ndarray, client: str
+    e: Trained,
+    predict: Any,
+    given: Given,
+    at: np.ndarray,
+    client: str,
+    how: Generation | None,
 ) -> pd.DataFrame:
+    if how is not None and e.preparation is not None:
+        of = functools.partial(scores, e, predict)
+        tokens = generation.continued(of, given.x[at], how)
+        texts = generation.written(tokens, e.preparation, e.config.data.dataset)
+        named = [given.names[i] for i in at]
+        return pd.DataFrame({"row": named, "client": client, "text": texts})
     found = scores(e, predict, given.x[at])
     words = None if e.preparation is None else e.preparation.words
     names = e.classes or (words if e.task.label.shape else None)
@@ -280,7 +306,9 @@ def main(argv: Sequence[str]) -> int:
     own = read(given["train"], e) if "train" in given else None
     if own is not None and client in (*e.names, ALL, GLOBAL):
         raise InputError(f"--train needs a client that did not train, got {client}.")
-    found = predictions(run, read(given["input"], e), client, own)
+    options = {name: given[name] for name in Generation._fields if name in given}
+    how = generation.checked(e, options)
+    found = predictions(run, read(given["input"], e), client, own, how)
     found.to_csv(file, index=False)
     print(file)
     if {"label", "class"} <= {*found}:

@@ -27,6 +27,7 @@ from absl import logging
 
 import fedjax_pfl
 from fedjax_pfl.data import partition
+from fedjax_pfl.data.sources import chat
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, standalone
@@ -171,6 +172,8 @@ class RunDirectory:
             tokenizer = Path(e.preparation.tokenizer or "").expanduser()
             if self._writes and tokenizer.suffix == ".json":
                 shutil.copyfile(tokenizer, self.path / standalone.TOKENIZER)
+                for file in filter(Path.exists, chat.files(tokenizer)):
+                    shutil.copy(file, self.path)
         self.write(standalone.FILE, standalone.recorded(e))
         return 0, None
 

@@ -14,6 +14,7 @@ from fedjax_pfl.data.sources import rows, text
 from fedjax_pfl.data.sources.registry import register
 from fedjax_pfl.errors import InputError, in_one_line
 
+PREFIX = "chat:"  # of names of data sets
 Message = dict[str, str]  # role and content
 LENGTH = 512  # tokens of a conversation
 # names of the writers in files -> those that chat templates know
@@ -30,16 +31,23 @@ PLAIN = (  # a template where the tokenizer has none
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+_EXAMPLE = (
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "answer"},
+)
 Render = Callable[[Sequence[Message], bool], str]
 
 
-def messages(named: str, row: Mapping[str, Any]) -> list[Message]:
+def messages(
+    named: str, row: Mapping[str, Any], answered: bool = True
+) -> list[Message]:
     """Returns the messages of a row: of `messages` (role, content), of `conversations`
     (from, value; ShareGPT), or of `instruction`, `input` or `context`, and `output` or
     `response` (Alpaca, Dolly).
 
     Args:
       named: begins messages of errors, such as FILE: row 3.
+      answered: false allows a row without an answer.
 
     Raises:
       InputError: the row has none of them, a writer is unknown, or nothing is answered.
@@ -54,7 +62,7 @@ def messages(named: str, row: Mapping[str, Any]) -> list[Message]:
             found = [_message(named, x, writer, content) for x in given]
             break
     else:
-        answer = next((row[x] for x in _OUTPUTS if x in row), None)
+        answer = next((row[x] for x in _OUTPUTS if x in row), None if answered else "")
         more = next((row[x] for x in _INPUTS if row.get(x)), None)
         asked = [row.get("instruction"), *([more] if more else [])]
         if not all(isinstance(x, str) for x in (*asked, answer)):
@@ -66,7 +74,7 @@ def messages(named: str, row: Mapping[str, Any]) -> list[Message]:
             {"role": "user", "content": "\n\n".join(map(str, asked))},
             {"role": "assistant", "content": str(answer)},
         ]
-    if all(message["role"] != "assistant" for message in found):
+    if answered and all(message["role"] != "assistant" for message in found):
         raise InputError(f"{named} must have an answer: a message of the assistant.")
     return found
 
@@ -92,21 +100,29 @@ def template(tokenizer: str) -> Render:
     Raises:
       InputError: it cannot be read or fails.
     """
-    folder = Path(tokenizer).expanduser().parent
+    path = Path(tokenizer).expanduser()
+    settings, own = files(path)
     config, source = {}, PLAIN
-    if tokenizer.endswith(".json") and (folder / "tokenizer_config.json").exists():
-        config = _read(folder / "tokenizer_config.json")
+    if path.suffix == ".json" and settings.exists():
+        config = _read(settings)
     given = config.get("chat_template", source)
     if isinstance(given, list):  # several with a name
         given = {x["name"]: x["template"] for x in given}.get("default", source)
-    if tokenizer.endswith(".json") and (folder / "chat_template.jinja").exists():
-        given = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if path.suffix == ".json" and own.exists():
+        given = own.read_text(encoding="utf-8")
     special = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()
         if name.endswith("_token") and value is not None
     }
-    return functools.partial(_rendered, _compiled(given, str(folder)), special)
+    return functools.partial(_rendered, _compiled(given, str(path.parent)), special)
+
+
+def files(tokenizer: Path) -> tuple[Path, Path]:
+    """Returns where the settings and the chat template of a tokenizer.json are, if they
+    are there."""
+    folder = tokenizer.parent
+    return folder / "tokenizer_config.json", folder / "chat_template.jinja"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -165,6 +181,32 @@ def answers(render: Render, given: Sequence[Message]) -> tuple[str, list[range]]
                 )
             found.append(range(len(before), len(after)))
     return whole, found
+
+
+def ending(tokenizer: str) -> str:
+    """Returns the text that a template writes after an answer, without spaces around
+    it, or a line end."""
+    whole = template(tokenizer)(_EXAMPLE, False)
+    after = whole.rpartition(_EXAMPLE[-1]["content"])[2]
+    return after.strip() or after[:1]
+
+
+def prompts(path: str, tokenizer: str, words: Sequence[str], length: int) -> np.ndarray:
+    """Reads conversations up to their last answer, which is left out: [n, L] tokens in
+    a vocabulary. Of a longer one the last L are kept.
+
+    Args:
+      path: as of `load`; answers may be missing.
+    """
+    render, tokens = template(tokenizer), text.places(tokenizer)
+    number, found = {word: i for i, word in enumerate(words)}, []
+    for i, row in enumerate(rows.objects(path)):
+        given = messages(f"{path}: row {i + 1}", row, answered=False)
+        if given[-1]["role"] == "assistant":
+            given = given[:-1]
+        known = [number.get(x, text.UNKNOWN) for x in tokens(render(given, True))[0]]
+        found.append(known[-length:])
+    return text.padded(found, length)
 
 
 @register(

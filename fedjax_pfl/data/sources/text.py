@@ -68,6 +68,18 @@ def places(name: str) -> Callable[[str], tuple[list[str], list[int]]]:
     return tokens
 
 
+def joined(name: str, tokens: Sequence[str]) -> str:
+    """Returns the text of tokens.
+
+    Args:
+      name: as of `tokenizer`.
+    """
+    if name == "char":
+        return "".join(tokens)
+    decoder = None if name == "word" else _hugging_face(name).decoder
+    return " ".join(tokens) if decoder is None else str(decoder.decode(list(tokens)))
+
+
 def _words(text: str) -> tuple[list[str], list[int]]:
     found = list(_WORD.finditer(text.lower()))
     return [word.group() for word in found], [word.start() for word in found]
