@@ -70,9 +70,9 @@ def maps(run: Run, client: int | str, images: int = IMAGES) -> dict[str, np.ndar
 def _names(run: Run) -> list[str]:
     """Returns the predictions that the method scores besides its own, as `global` of
     global_acc."""
-    columns = [x for x in run.metrics if x.startswith("pre/") and x.endswith(_ACC)]
-    names = [x.removeprefix("pre/").removesuffix(_ACC) for x in columns]
-    return [x for x in names if not x.startswith(BENIGN)]
+    scores = run.scores.loc[run.scores["point"] == "pre", "score"].unique()
+    own = [x for x in scores if x.endswith(_ACC) and not x.startswith(BENIGN)]
+    return [x.removesuffix(_ACC) for x in own]
 
 
 def figure(found: dict[str, np.ndarray]) -> Figure:

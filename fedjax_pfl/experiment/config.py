@@ -201,10 +201,10 @@ def complete(config: Config) -> Config:
     Raises:
       InputError: a value out of range, or settings that contradict each other.
     """
-    text.choose("algo", config.algo, ALGORITHMS)
-    hparams = hyperparameters.defaults(find(config.algo)) | config.hparams
+    factory = find(text.choose("algo", config.algo, ALGORITHMS))
+    hparams = hyperparameters.defaults(factory) | config.hparams
     config = config.replace(hparams=hparams)
-    hyperparameters.check(find(config.algo), hparams)
+    hyperparameters.check(factory, hparams)
     for flag in SETTINGS:
         value, known = config[flag], SETTINGS[flag]
         hyperparameters.check_value(known, value)

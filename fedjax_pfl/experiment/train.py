@@ -160,9 +160,9 @@ def _options(
     state = None
     if states:
         pairs = zip(experiments, states, strict=True)
-        placed = [each.program.place(state) for each, state in pairs]
-        several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *placed)
-        state = several if len(placed) > 1 else placed[0]
+        state, *others = [each.program.place(state) for each, state in pairs]
+        if others:
+            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, *others)
     c = experiments[0].config
     options = {"rounds": c.rounds, "eval_every": c.eval_every, "start": start}
     return options | {"state_every": c.checkpoint_every, "state": state}
