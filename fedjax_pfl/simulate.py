@@ -23,7 +23,17 @@ from fedjax_pfl.engine.sampling import sample
 from fedjax_pfl.engine.xla import compiler_options
 from fedjax_pfl.errors import DivergenceError, InputError, choose
 from fedjax_pfl.hyperparameters import defaults as hyperparameters
-from fedjax_pfl.types import Array, Context, Federation, Model, RunState, Task
+from fedjax_pfl.types import (
+    Array,
+    Context,
+    Federation,
+    History,
+    Model,
+    PyTree,
+    RunState,
+    Task,
+    Work,
+)
 
 __all__ = [
     "Compiled",
@@ -47,10 +57,10 @@ __all__ = [
     "vectorized",
     "with_frozen",
     "with_public",
+    "with_validation",
 ]
 
-# fields of a Task that come from the data set, the counts and the model
-_GIVEN = ("models", "sizes", "class_counts", "num_classes", "input", "label")
+VAL = "val/"  # prefix of scores on validation examples
 
 
 def task(
@@ -60,8 +70,25 @@ def task(
     *,
     lr: float,
     batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    drop_last: bool = False,
     optimizer: Callable[..., optax.GradientTransformation] = optax.sgd,
-    **options: Any,
+    schedule: Callable[[Array], Array] | None = None,
+    loss: Callable[[Array, Array, Array], Array] | None = None,
+    augment: Callable[[Array, Array], Array] | None = None,
+    mix: Callable[..., tuple[Array, Array]] | None = None,
+    per_example: Callable[[Array, PyTree, Array], PyTree] | None = None,
+    rounds: int | None = None,
+    participation: float | tuple[float, float] = 1.0,
+    sampling: Callable[[Array, Array, History], Array] | None = None,
+    work: Callable[[Array, Array], Work] | None = None,
+    metrics: str | Sequence[str] = (),
+    bn_stats: str = "aggregate",
+    architecture: np.ndarray | Sequence[int] | None = None,
+    shared: Model | None = None,
+    malicious: np.ndarray | None = None,
+    loop: str = "dynamic",
 ) -> Task:
     """Makes a Task from a data set, a partition's class counts and a model.
 
@@ -71,9 +98,13 @@ def task(
         the clients' sizes.
       model: of every client, or several architectures: client i has model i mod G,
         unless `architecture` [N] is given. One Model listed twice is one architecture.
+      epochs: local epochs per round; default: 1, without `steps`.
+      steps: local steps per round, in place of epochs.
       optimizer: lr -> optax.GradientTransformation.
-      options: further fields of Task: epochs, steps (instead of epochs), rounds,
-        participation, ...
+      metrics: further scores of logits, names in `evaluation.METRICS` or `perplexity`,
+        or one name. `acc` is always among the scores of classes.
+
+    The other arguments are the fields of `Task`.
 
     Raises:
       InputError: a value is invalid, or data, model and counts do not fit.
@@ -83,34 +114,48 @@ def task(
     models: tuple[Any, ...] = tuple(model) if several else (model,)
     for each in models:
         validate.model(each, dataset)
-    allowed = [field for field in Task._fields if field not in _GIVEN]
-    for name in options:
-        choose("option of a task", name, allowed)
-    if options.get("steps") is not None:
-        options = {"epochs": None} | options
     sizes = getattr(class_counts, "train_sizes", None)
     if isinstance(class_counts, Federation):
         sizes = np.asarray(class_counts.train.size)
     if isinstance(class_counts, Partition):
         class_counts = counts_of(class_counts, dataset)
     counts = validate.class_counts(class_counts, dataset.num_classes)
+    if architecture is None:
+        # `validate.task` raises if there is no model
+        architecture = np.arange(len(counts)) % max(len(models), 1)
     dtype = jax.dtypes.canonicalize_dtype(dataset.x.dtype)
     made = Task(
         models,
-        # `validate.task` raises if there is no model
-        architecture=np.arange(len(counts)) % max(len(models), 1),
+        architecture=np.asarray(architecture),
         sizes=counts.sum(axis=1) if sizes is None else sizes,
         class_counts=counts,
         num_classes=dataset.num_classes,
         input=jax.ShapeDtypeStruct(dataset.x.shape[1:], dtype),
         label=jax.ShapeDtypeStruct(dataset.y.shape[1:], label_type(dataset.y)),
         prepare=dataset.prepare,
-        lr=lr,
-        optimizer=optimizer,
-        batch_size=batch_size,
         superclass=dataset.superclass,
+        lr=lr,
+        batch_size=batch_size,
+        epochs=1 if epochs is None and steps is None else epochs,
+        steps=steps,
+        drop_last=drop_last,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss=loss,
+        augment=augment,
+        mix=mix,
+        per_example=per_example,
+        rounds=rounds,
+        participation=participation,  # type: ignore[arg-type]  # `validate` makes a pair
+        sampling=sampling,
+        work=work,
+        metrics=metrics,  # type: ignore[arg-type]  # likewise
+        bn_stats=bn_stats,
+        shared=shared,
+        malicious=malicious,
+        loop=loop,
     )
-    found = validate.task(made._replace(**options))
+    found = validate.task(made)
     distinct = {id(model): model for model in found.models}
     index = np.array([list(distinct).index(id(model)) for model in found.models])
     return found._replace(
@@ -138,6 +183,22 @@ def with_public(task: Task, public: Dataset) -> Task:
     )
 
 
+def with_validation(program: Program, federation: Federation) -> Program:
+    """Returns the program that also scores validation examples, as `val/NAME`, if the
+    federation has room for any."""
+    inner = program.evaluate
+
+    def evaluate(context: Context, state: RunState) -> dict[str, Array]:
+        f = context.federation
+        held_out = inner(context._replace(federation=f._replace(test=f.val)), state)
+        found = inner(context, state)
+        known = {x: values for x, values in held_out.items() if not x.startswith(VAL)}
+        return found | {VAL + name: values for name, values in known.items()}
+
+    has_some = federation.val.index.shape[-1] > 0
+    return program._replace(evaluate=evaluate) if has_some else program
+
+
 def curve(
     program: Program,
     key: Array,
@@ -156,7 +217,7 @@ def curve(
     Returns:
       the last state; the results of the rounds, [rounds, ...]; the scores before each
       round, {name: [rounds, N]} (NaN where it is not evaluated); the scores after the
-      last round, {name: [N]}.
+      last round, {name: [N]}. The scores on validation examples are `val/NAME`.
 
     Raises:
       InputError: numbers of rounds or names of hyperparameters are invalid.
@@ -168,9 +229,10 @@ def curve(
         validate.key(key)
         validate.federation(program.task, federation)
     context = Context(key, as_arrays(program.traced | traced), federation, 0)
+    evaluate = with_validation(program, federation).evaluate
 
     def run(state: RunState, t: Array) -> dict[str, Array]:
-        return program.evaluate(context._replace(t=t), state)
+        return evaluate(context._replace(t=t), state)
 
     def step(
         state: RunState, t: Array

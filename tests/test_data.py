@@ -262,6 +262,8 @@ def test_hugging_face_data_sets():
     both = {"train": train, "test": Split(4, img=pictures[:2], label=y[:2])}
     same_data(loading.load(both), wanted)
     same_data(loading.load(lambda: both), wanted)
+    with pytest.raises(InputError, match="`tokenizer` has no effect on a data set"):
+        loading.load(both, tokenizer="word")
     alone = datasets.from_arrays(x, np.array(y), num_classes=4)
     same_data(loading.load(train), alone)
     named = Split(4, picture=pictures, kind=y)

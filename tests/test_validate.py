@@ -412,7 +412,6 @@ WRONG = [
         for x in (0.5, 0.0, "one")
     ),
     (make_task, {"epochs": 1, "steps": 1}, "exactly one of `epochs` and `steps`"),
-    (make_task, {"epochs": None}, "exactly one of `epochs` and `steps`"),
     *(
         (make_task, {"participation": x}, "`participation` must be in")
         for x in (0, 1.5, -0.1, NAN)
@@ -461,12 +460,6 @@ WRONG = [
             )
         },
         "(TracerBoolConversionError: ",
-    ),
-    (make_task, {"sizes": np.ones(5, int)}, "Unknown option of a task 'sizes'"),
-    (
-        make_task,
-        {"epoch": 2},
-        "Unknown option of a task 'epoch': did you mean 'epochs'?",
     ),
     (
         make_program,
@@ -983,3 +976,17 @@ def test_traced_values_that_are_left_out_are_the_programs():
     toy.assert_same(none, whole)
     toy.assert_same(some, whole)
     assert not np.allclose(other["head"]["kernel"], whole["head"]["kernel"])
+
+
+def test_a_task_has_named_arguments():
+    with pytest.raises(TypeError, match="epoch"):
+        make_task(epoch=2)
+    assert (make_task().epochs, make_task(steps=3).epochs) == (1, None)
+
+
+def test_metrics_are_one_name_or_several():
+    assert make_task(metrics="auc").metrics == ("auc",)
+    assert make_task(metrics=["acc", "f1"]).metrics == ("f1",)
+    assert validate.task(given_task()._replace(metrics="acc")).metrics == ()
+    with pytest.raises(InputError, match="Unknown metric 'acu': did you mean 'auc'"):
+        make_task(metrics="acu")

@@ -17,6 +17,7 @@ from fedjax_pfl.data.sources import (  # noqa: F401  # they register themselves
     toys,
     usps,
 )
+from fedjax_pfl.errors import InputError
 
 # {NAME, or KIND:ARGUMENT: description}
 DATASETS = dict(sorted(registry.DESCRIPTIONS.items(), key=lambda x: (":" in x[0], x)))
@@ -64,18 +65,19 @@ def load(
       InputError: the name is unknown, the data set is not prepared (with the command
         that prepares it), or the arrays cannot be learned from.
     """
+    options = {
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "image_size": image_size,
+        "missing": missing,
+        "categories": categories,
+        "owner": owner,
+    }
     if isinstance(source, str) and not user_code.named(source):
-        return registry.load(
-            source,
-            data_dir=data_dir,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            image_size=image_size,
-            missing=missing,
-            categories=categories,
-            owner=owner,
-            load=lambda part: load(part, data_dir),
-        )
+        own = {"data_dir": data_dir, "load": lambda part: load(part, data_dir)}
+        return registry.load(source, **own, **options)
+    for name in (x for x, value in options.items() if value is not None):
+        raise InputError(f"`{name}` has no effect on a data set of your own.")
     if isinstance(source, str) or callable(source):
         return objects.called(source, seed, columns)
     return objects.converted(source, "dataset", columns)

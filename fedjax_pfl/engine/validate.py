@@ -24,12 +24,15 @@ _ONE_SOURCE = "make both from one data set and one partition"
 
 
 def task(given: Task) -> Task:
-    """Returns the task with a single participation as a range.
+    """Returns the task with a single participation as a range, and one name of
+    `metrics` as a tuple without `acc`.
 
     Raises:
       InputError: a field has a wrong type, is out of range, or contradicts another.
     """
+    metrics = [given.metrics] if isinstance(given.metrics, str) else given.metrics
     given = given._replace(
+        metrics=tuple(name for name in metrics if name != "acc"),
         participation=_participation(given.participation),
         architecture=np.asarray(given.architecture),
     )

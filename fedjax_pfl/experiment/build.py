@@ -55,12 +55,12 @@ from fedjax_pfl.experiment import (
 )
 from fedjax_pfl.experiment.checkpoints import Checkpoints
 from fedjax_pfl.experiment.config import Config
-from fedjax_pfl.experiment.metrics import VAL, watched
+from fedjax_pfl.experiment.metrics import watched
 from fedjax_pfl.experiment.types import Experiment, Unseen
 from fedjax_pfl.models import MODELS, features, nnx_model, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS, adapted
 from fedjax_pfl.models.registry import TEXT, Factory
-from fedjax_pfl.types import Context, Federation, Model, PyTree, RunState, Task
+from fedjax_pfl.types import Federation, Model, PyTree, RunState, Task
 from fedjax_pfl.uploads.privacy import per_example
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
@@ -107,6 +107,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     program = make_program(config, task, schedule, laid_out=True)
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
+    if partition.val_sizes.any():
+        program = simulate.with_validation(program, federation)
     away = None
     if len(data.others):
         rows = select(everybody, data.others)
@@ -131,7 +133,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         partition=partition,
         federation=federation,
         task=task,
-        program=with_validation(program, partition),
+        program=program,
         alone=alone,
         names=tuple(data.names[i] for i in data.trained),
         headline=headline(config.evaluation, usual, task, alone, federation),
@@ -332,7 +334,7 @@ def make_task(
     shared = min(models.values(), key=num_parameters)
     if config.shared_model is not None:
         shared = network(config.model, dataset, config.shared_model)
-    rule = None
+    rule: Any = None  # mypy takes no named tuple as a function
     if config.dp == "example":
         rule = per_example(config.dp_clip, config.dp_noise or 0.0)
     return simulate.task(
@@ -347,7 +349,7 @@ def make_task(
         bn_stats=config.bn_stats,
         loop=config.loop,
         per_example=rule,
-        metrics=tuple(x for x in config.metrics.split(",") if x != "acc"),
+        metrics=config.metrics.split(","),
         **local_work(config.local, config.rounds, counts),
     )
 
@@ -396,21 +398,6 @@ def make_program(
     if rule is not None and schedule is not None:
         options["clock"] = asynchronous.Arrivals(rule, schedule)
     return simulate.program(find(config.algo), task, config.hparams, **options)
-
-
-def with_validation(
-    program: simulate.Program, partition: Partition
-) -> simulate.Program:
-    """Returns the program that also scores validation examples, if there are any."""
-    inner = program.evaluate
-
-    def evaluate(context: Context, state: RunState) -> Any:
-        f = context.federation
-        held_out = inner(context._replace(federation=f._replace(test=f.val)), state)
-        found = inner(context, state)
-        return found | {VAL + name: values for name, values in held_out.items()}
-
-    return program._replace(evaluate=evaluate) if partition.val_sizes.any() else program
 
 
 def headline(

@@ -286,7 +286,10 @@ class Local(Group):
     mix: str = setting("none", "mixed examples and labels", options=options.MIXES)
 
     def check(self) -> None:
-        """Raises InputError for an unknown optimizer or one that has its own decay."""
+        """Raises InputError for an unknown optimizer or one that has its own decay, and
+        unless local work is either epochs or steps."""
+        if (self.epochs is None) == (self.steps is None):
+            raise InputError("Specify exactly one of --epochs and --steps.")
         if not user_code.named(self.optimizer):
             text.choose("optimizer", self.optimizer, OPTIMIZERS)
         elif self.weight_decay or self.clip is not None:

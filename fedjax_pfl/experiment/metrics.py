@@ -20,7 +20,7 @@ from fedjax_pfl.uploads import privacy
 from fedjax_pfl.uploads.privacy import Guarantee
 
 Row = dict[str, Any]
-VAL = "val/"  # prefix of scores on validation examples among `Result.pre`
+VAL = simulate.VAL
 
 Headline = tuple[str, str]  # the deciding score, and "max" or "min"
 ACCURACY: Headline = ("acc", "max")
