@@ -195,6 +195,17 @@ def test_without_a_mistake_every_rule_holds():
     testing.check_algorithm(planted(None))
 
 
+def test_the_rules_that_were_checked_are_returned(monkeypatch):
+    def rule(s):
+        """Nothing is
+        wrong."""
+
+    monkeypatch.setattr(testing, "RULES", {"order": rule, "grouping": rule})
+    found = {"order": "Nothing is wrong."}
+    assert testing.check_algorithm(planted(None)) == found
+    assert testing.check_algorithm("lg_fedavg") == found | {"grouping": found["order"]}
+
+
 @pytest.mark.slow  # the method of the README passes in test_readme.py
 def test_a_copy_of_the_template_outside_of_the_package_passes(tmp_path):
     copy = shutil.copy(Path(template.__file__), tmp_path / "own.py")

@@ -1,7 +1,7 @@
 """The contract as checks that anybody can run on a method of their own:
 `check_algorithm(factory)`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -39,22 +39,35 @@ __all__ = [
 ]
 
 
+# of methods whose clients may have several architectures
+_SEVERAL = ("grouping", "several_architectures")
+
+
 def check(rule: str, s: Subject) -> None:
     """Raises ContractViolation if a method breaks one of RULES."""
     try:
         RULES[rule](s)
     except (ContractViolation, InputError) as error:
-        meaning = " ".join((RULES[rule].__doc__ or "").split()).rstrip(".")
         sentence = (
-            f"{method_name(s.factory)} breaks the rule {rule!r} ({meaning}): "
-            f"{str(error).rstrip('.')}."
+            f"{method_name(s.factory)} breaks the rule {rule!r} "
+            f"({_meaning(rule).rstrip('.')}): {str(error).rstrip('.')}."
         )
         raise ContractViolation(sentence) from None
 
 
+def _meaning(rule: str) -> str:
+    return " ".join((RULES[rule].__doc__ or "").split())
+
+
+def _checked(rules: Iterable[str], s: Subject) -> dict[str, str]:
+    for rule in (found := {name: _meaning(name) for name in rules}):
+        check(rule, s)
+    return found
+
+
 def check_algorithm(
     factory: Callable[..., Algorithm | Method] | str, task: Task | None = None
-) -> None:
+) -> dict[str, str]:
     """Checks a method against every rule of the contract, on a synthetic federation of
     five clients.
 
@@ -63,6 +76,10 @@ def check_algorithm(
         hyperparameter; or a method's name.
       task: as the function `task` makes it, of one architecture; for methods that need
         other models or public data.
+
+    Returns:
+      {rule: what holds} of the rules that were checked. Rules on several architectures
+      are left out for methods of one.
 
     Raises:
       ContractViolation: a rule is broken; the message names the rule and where.
@@ -80,20 +97,23 @@ def check_algorithm(
     validate.key(jax.random.key(0))  # the rules draw from keys of the default kind
     program.program(factory, given)
     made = subject(factory, given)
-    for rule in RULES:
-        check(rule, made)
+    alone = _SEVERAL if factory(given).one_architecture else ()
+    return _checked([name for name in RULES if name not in alone], made)
 
 
 def check_upload(
     option: Option | Upload,
     factory: Callable[..., Algorithm | Method] | str = "fedavg",
-) -> None:
+) -> dict[str, str]:
     """Checks an option on uploads against the rules of the contract that it could
     break, under a method on the federation of `check_algorithm`.
 
     Args:
       option: of `uploads`, or an `Upload` of one's own.
       factory: a method that takes options on uploads, or its name.
+
+    Returns:
+      {rule: what holds} of the rules that were checked.
 
     Raises:
       ContractViolation: a rule is broken; the message names the rule and where.
@@ -102,6 +122,4 @@ def check_upload(
     """
     factory, given = validate.method(factory), synthetic.task()
     program.program(factory, given, uploads=option)
-    made = subject(factory, given, uploads=option)
-    for rule in UPLOAD_RULES:
-        check(rule, made)
+    return _checked(UPLOAD_RULES, subject(factory, given, uploads=option))
