@@ -9,7 +9,7 @@ server. It knows the update, the method, its own state and the number of images,
 draws the client's private parameters itself. With --private=known it knows those before
 training, an upper bound. Printed are PSNR and SSIM of the images, matched over the
 batch, as means over images. Each RUN gets reconstruction.json, and reconstruction.png
-with the original images above the reconstructed ones.
+with the original images and their classes above the reconstructed ones and their PSNR.
 """
 
 import json
@@ -61,7 +61,7 @@ def attack(e: Experiment, state: RunState, t: int, **options: Any) -> dict[str, 
 
     Returns:
       {"psnr", "ssim", "distance": [clients] means over images, "original", "found":
-      [clients, B, H, W, D] prepared}.
+      [clients, B, H, W, D] prepared, "label", "psnr_of_image": [clients, B]}.
     """
     given = {name: flag.default for name, flag in FLAGS.items()} | options
     choose("labels", given["labels"], LABELS)
@@ -83,6 +83,7 @@ def attack(e: Experiment, state: RunState, t: int, **options: Any) -> dict[str, 
         quality = reconstruction.quality(x, images)
         each: dict[str, Any] = {n: float(np.mean(v)) for n, v in quality.items()}
         each |= {"distance": float(result.distance), "original": x, "found": images}
+        each |= {"label": np.asarray(y), "psnr_of_image": quality["psnr"]}
         for name, value in each.items():
             found.setdefault(name, []).append(value)
     return found
@@ -146,18 +147,33 @@ def _bounds(e: Experiment) -> tuple[float, float]:
     return float(x.min()), float(x.max())
 
 
-def picture(found: dict[str, Any]) -> Figure:
-    """Draws the original images of the first client above the reconstructed ones."""
-    rows = [np.asarray(found[name][0]) for name in ("original", "found")]
-    low, high = float(rows[0].min()), float(rows[0].max())
-    count = len(rows[0])
-    figure = Figure(figsize=(count, 2.1), dpi=150)
-    axes = figure.subplots(2, count, squeeze=False)
-    for axis, image in zip(axes.flat, [x for row in rows for x in row], strict=True):
-        shown = np.clip((image - low) / (high - low), 0, 1)
-        axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray")
-        axis.set_axis_off()
-    figure.tight_layout(pad=0.2)
+def picture(
+    found: dict[str, Any], title: str = "", classes: Sequence[str] = ()
+) -> Figure:
+    """Draws the original images of the first client with their classes above the
+    reconstructed ones with their PSNR.
+
+    Args:
+      classes: names; default: numbers.
+    """
+    label, psnr = found["label"][0], found["psnr_of_image"][0]
+    rows = {
+        "original": [classes[y] if classes else f"class {y}" for y in label],
+        "found": [f"{x:.1f} dB" for x in psnr],
+    }
+    low, high = float(found["original"][0].min()), float(found["original"][0].max())
+    size = max(3.0, 1.1 * len(label) + 0.5), 3.0
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    for axes, (name, titles) in zip(
+        figure.subplots(2, len(label), squeeze=False), rows.items(), strict=True
+    ):
+        for axis, image, text in zip(axes, found[name][0], titles, strict=True):
+            shown = np.clip((image - low) / (high - low), 0, 1)
+            axis.imshow(shown[..., 0] if shown.shape[-1] == 1 else shown, cmap="gray")
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(text, fontsize=8)
+        axes[0].set_ylabel("reconstructed" if name == "found" else name, fontsize=8)
     return figure
 
 
@@ -176,7 +192,8 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     row |= {name: float(np.mean(found[name])) for name in ("psnr", "ssim", "distance")}
     file = directory.path / "reconstruction"
     file.with_suffix(".json").write_text(json.dumps(row | options, indent=1))
-    picture(found).savefig(file.with_suffix(".png"))
+    title = f"{e.config.algo}, client {e.names[0]}: PSNR {found['psnr'][0]:.1f} dB"
+    picture(found, title, e.classes or ()).savefig(file.with_suffix(".png"))
     return row
 
 

@@ -10,6 +10,20 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import reconstruct
 
 
+def test_a_picture_names_images_and_their_psnr():
+    images = np.random.default_rng(0).random((1, 2, 4, 4, 1))
+    found = {"original": images, "found": images, "label": [[1, 0]]}
+    found["psnr_of_image"] = [[20.04, 7.5]]
+    figure = reconstruct.picture(found, "fedavg, client H03", ["cat", "dog"])
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["dog", "cat", "20.0 dB", "7.5 dB"]
+    rows = [axes.get_ylabel() for axes in figure.axes]
+    assert rows == ["original", "", "reconstructed", ""]
+    assert figure.get_suptitle() == "fedavg, client H03"
+    titles = [axes.get_title() for axes in reconstruct.picture(found).axes]
+    assert titles[:2] == ["class 1", "class 0"]
+
+
 def test_images_of_a_first_round_are_attacked(tmp_path, capsys):
     """A table row and two files per run of a folder; a linear model's single image is
     recovered."""
