@@ -207,3 +207,6 @@ def test_the_site_is_built_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "policy" in (tmp_path / "methods/fedcp/index.html").read_text()
+    home = (tmp_path / "index.html").read_text()
+    assert "md-nav__item--nested" in home and "md-nav__item--section" not in home
+    assert "stylesheets/tables.css" in home
