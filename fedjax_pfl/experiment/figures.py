@@ -302,8 +302,7 @@ def partition(
     for axis, own in ((axes.xaxis, names), (axes.yaxis, classes)):
         axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         if 0 < len(own) <= _NAMED and not all(map(str.isdecimal, own)):
-            axis.set_ticks(range(len(own)), own)
-            axes.tick_params("x", rotation=90)
+            axis.set_ticks(range(len(own)), own, rotation=90 * (axis is axes.xaxis))
     most = max(int(counts.max()), 1)
     shown = {f"{x:,}": math.sqrt(200 * x / most) for x in (most, -(-most // 4))}
     marks = [Line2D([], [], marker="o", ls="", markersize=x) for x in shown.values()]
