@@ -47,6 +47,7 @@ axes.bar(range(len(order)), accuracy[order], color="#0072b2", label="pFedC")
 axes.plot(range(len(order)), majority[order], "o", color="#d55e00", label="its most frequent class")
 axes.set(xlabel="client, from worst to best", ylabel="test accuracy", ylim=(0, 1.02), xticks=range(len(order)))
 axes.set_xticklabels(order)
+axes.yaxis.set_major_formatter("{x:.0%}")
 figure.legend(loc="outside upper center", ncols=2, frameon=False)
 plt.show()
 # %% [markdown]

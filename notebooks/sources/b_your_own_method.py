@@ -92,6 +92,7 @@ for (name, values), colour in zip(curves.items(), COLOURS[: len(curves) - 1] + C
     label = f"{name}: {100 * values[ROUNDS]:.1f} % after the last round"
     axes.plot(values.keys(), values.values(), color=colour, label=label, linewidth=2.5 if name == "halfway" else 1.5)
 axes.set(xlabel="round", ylabel="test accuracy, mean over clients", title="Before local training")
+axes.yaxis.set_major_formatter("{x:.0%}")
 axes.legend(frameon=False, loc="lower right")
 plt.show()
 # %% [markdown]

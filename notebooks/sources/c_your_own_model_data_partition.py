@@ -93,4 +93,5 @@ for row, name in enumerate(ordered):
     axes.plot(found[name].mean(), row, "|", color="#d55e00", markersize=22, markeredgewidth=3)
 labels = [f"{name}: {100 * found[name].mean():.1f} %" for name in ordered]
 axes.set(yticks=range(len(ordered)), yticklabels=labels, xlabel="test accuracy: a point per client, a bar at the mean")
+axes.xaxis.set_major_formatter("{x:.0%}")
 plt.show()

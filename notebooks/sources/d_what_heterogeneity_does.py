@@ -58,6 +58,7 @@ axes.set(
 )
 axes.set_xticks(ALPHAS, [f"{alpha:g}" for alpha in ALPHAS])
 axes.minorticks_off()
+axes.yaxis.set_major_formatter("{x:.0%}")
 axes.legend(frameon=False)
 axes.set_title(
     f"{N} clients, {ROUNDS} rounds, {len(SEEDS)} seed(s): mean and standard deviation over seeds", fontsize=10

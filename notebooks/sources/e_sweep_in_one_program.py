@@ -67,6 +67,7 @@ for i, values in enumerate(np.array(together)):
     left.plot(lams, values, "o-", color="#0072b2", alpha=0.35, label="a seed" if i == 0 else None)
 left.plot(lams, np.mean(together, axis=0), "s-", color="#d55e00", label="mean over seeds")
 left.set(xscale="log", xlabel="λ: how close to the global model", ylabel="test accuracy, mean over clients")
+left.yaxis.set_major_formatter("{x:.1%}")
 left.legend(frameon=False)
 right.bar(["one program", "in a row"], [seconds, row_seconds], color=["#d55e00", "#0072b2"])
 right.set(ylabel="seconds for nine runs, compiled", title=f"{devices[0].device_kind}")

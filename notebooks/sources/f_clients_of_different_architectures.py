@@ -70,6 +70,7 @@ right.barh(np.arange(N) + 0.2, mixed[order], 0.4, color="#d55e00", label=f"KT-pF
 right.set_yticks(range(N), [""] * N)
 right.invert_yaxis()
 right.set(xlabel="test accuracy", xlim=(0, 1))
+right.xaxis.set_major_formatter("{x:.0%}")
 right.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=2)
 plt.show()
 # %% [markdown]

@@ -58,6 +58,7 @@ left.plot(first[0].mean(axis=1), color="#0072b2", linewidth=5, alpha=0.4, label=
 left.plot(last[0].mean(axis=1), "--", color="#d55e00", label=f"{counts[-1]} devices")
 left.set(xlabel="round", ylabel="test accuracy, mean over clients")
 left.xaxis.get_major_locator().set_params(integer=True)
+left.yaxis.set_major_formatter("{x:.0%}")
 left.legend(frameon=False)
 right.bar([str(count) for count in counts], [found[count][2] for count in counts], color="#0072b2")
 right.set(xlabel="devices", ylabel="seconds of a round, evaluation included")
