@@ -24,6 +24,8 @@ PARTS = ("round", "init", "evaluate")
 # all methods that have it.
 BESIDE = {
     "warmup_epochs": {"": {"order": "code"}},
+    "normalise": {"": {"weighting": "mgda_ub"}},
+    "head_lr": {"feddva": {"head": "personal", "head_epochs": 1}},
 }
 # the task's rate is not used, as is documented
 NO_RATE = ("pfedhn", "mocha")
@@ -34,6 +36,7 @@ OTHER = {
     "neighbours": [2],
     "public_size": [5],
     "tasks": ["consecutive:2"],
+    "embedding": [4],  # not those of 5 clients
 }
 # What None stands for, where it is not another training.
 NONE = {
@@ -41,6 +44,7 @@ NONE = {
     ("pfedma", "fine_tune_epochs"): lambda task: max(task.epochs, 5),
     ("mocha", "relate_every"): lambda task: max(1, task.rounds // 10),
     ("pfedhn", "embedding"): lambda task: 1 + toy.N // 4,
+    ("pefll", "embedding"): lambda task: max(3, 1 + toy.N // 4),
 }
 # Every option is another trace of a round: the others are slow.
 QUICK = ("ditto", "scaffold", "fedrep", "fedamp")
