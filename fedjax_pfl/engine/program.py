@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -77,7 +78,9 @@ class Program(NamedTuple):
         federation = frozen.with_frozen(federation, self.task)
         if not self.on_host:
             federation = federation._replace(placement=self.placement)
-        return Context(key, numbers, federation, jnp.asarray(t, jnp.int32))
+        # a number of NumPy compiles nothing
+        number: Any = t if isinstance(t, jax.Array) else np.int32(t)
+        return Context(key, numbers, federation, number)
 
 
 def program(

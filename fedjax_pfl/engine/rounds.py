@@ -97,7 +97,7 @@ def _examples_in(formats: Examples) -> Context:
 def _context(program: Program, key: Array, federation: Federation) -> Context:
     """Returns the context of round 0, on all devices at once: a jitted function would
     copy it to them at every call."""
-    context = program.context(key, federation)._replace(t=np.int32(0))
+    context = program.context(key, federation)
     if program.mesh is None:
         return context
     key, traced, federation = distributed.replicate(context[:3], program.mesh)
