@@ -23,7 +23,7 @@ MARGIN = 4  # pixels of `crop_flip`
 def partners(key: Array, mask: Array) -> Array:
     """Returns the row [B] with which each row is mixed: the next valid one in a random
     order."""
-    draw = jnp.where(mask, jax.random.uniform(key, mask.shape), 2)
+    draw = jnp.where(mask, jax.random.uniform(key, mask.shape, jnp.float32), 2)
     order, count = jnp.argsort(draw), jnp.maximum(jnp.sum(mask), 1)
     following = order[(jnp.arange(len(mask)) + 1) % count]
     return jnp.zeros_like(order).at[order].set(following)
@@ -36,7 +36,7 @@ def mixup(alpha: Annotated[float, Gt(0)] = 0.2) -> Mix:
 
     def mix(key: Array, x: Array, y: Array, mask: Array) -> tuple[Array, Array]:
         key_weight, key_order = jax.random.split(key)
-        weight = jax.random.beta(key_weight, alpha, alpha)
+        weight = jax.random.beta(key_weight, alpha, alpha, (), jnp.float32)
         other = partners(key_order, mask)
         x, y = (weight * a + (1 - weight) * a[other] for a in (x, y))
         return x, y
@@ -56,7 +56,7 @@ def cutmix(alpha: Annotated[float, Gt(0)] = 1.0) -> Mix:
                 f"{x.shape[1:]}."
             )
         key_weight, key_order, *centres = jax.random.split(key, 4)
-        side = jnp.sqrt(1 - jax.random.beta(key_weight, alpha, alpha))
+        side = jnp.sqrt(1 - jax.random.beta(key_weight, alpha, alpha, (), jnp.float32))
         other, inside = partners(key_order, mask), jnp.ones((1, 1), bool)
         for axis, draw in enumerate(centres):
             n = x.shape[1 + axis]

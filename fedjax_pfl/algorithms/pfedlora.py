@@ -65,10 +65,11 @@ def pfedlora(
     width, loss_of = widths.pop(), losses.of(task)
 
     def init(key):
-        draw = jax.random.normal(keys.fold(key, Start.ADAPTER), (width, rank))
+        draw = keys.fold(key, Start.ADAPTER)
+        a = jax.random.normal(draw, (width, rank), jnp.float32) / rank
         b = jnp.zeros((rank, task.num_classes), jnp.float32)
         own = architectures.stack(task, lambda model: model.init(key))
-        return State({"adapter": {"a": draw / rank, "b": b}}, {"w": own})
+        return State({"adapter": {"a": a, "b": b}}, {"w": own})
 
     def logits(c, w, adapter, x, mask, train=False, key=None):
         # Both logits, and the new statistics.

@@ -99,7 +99,7 @@ def sample(
             raise InputError(
                 f"`sampling` must return weights [{n}], got {list(weights.shape)}."
             )
-        score = jnp.log(weights) + jax.random.gumbel(key_ids, (n,))
+        score = jnp.log(weights) + jax.random.gumbel(key_ids, (n,), jnp.float32)
         order = jnp.argsort(-score).astype(jnp.int32)
         if most == n:
             taken = jnp.argsort(order) < number
@@ -148,7 +148,7 @@ def power_of_choice(
         raise InputError(f"`candidates` must be in [1, {n}], got {candidates}.")
 
     def weights(key: Array, round: Array, history: History) -> Array:
-        score = jnp.log(jnp.asarray(sizes)) + jax.random.gumbel(key, (n,))
+        score = jnp.log(jnp.asarray(sizes)) + jax.random.gumbel(key, (n,), jnp.float32)
         ids = jnp.argsort(-score)[:candidates].astype(jnp.int32)
         first = ids[jnp.argsort(-history.loss(ids))]
         taken = jnp.arange(candidates) < history.number

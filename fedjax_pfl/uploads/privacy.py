@@ -92,7 +92,7 @@ def private(
         within = jnp.sum(fits & active) / some
         shown = {"dp_clip": norm, "dp_clipped": 1 - within}
         if adaptive:
-            z = jax.random.normal(keys.fold(key, keys.Server.QUANTILE))
+            z = jax.random.normal(keys.fold(key, keys.Server.QUANTILE), (), jnp.float32)
             seen = within + jnp.where(noise > 0, COUNT_NOISE * z, 0)
             moved = norm * jnp.exp(-rate * (seen - quantile))
             norm = jnp.where(count > 0, moved, norm)
