@@ -93,7 +93,8 @@ def hetlora(
         upload, own = split.send(w)
         norm = jnp.float32(1)
         if by_norm:
-            norm = jnp.sqrt(sum(_product(a, b) for a, b in _layers(w["body"])))
+            squares = sum(_product(a, b) for a, b in _layers(w["body"]))
+            norm = jnp.sqrt(jnp.asarray(squares, jnp.float32))
         scaled = jax.tree.map(lambda x: norm.astype(x.dtype) * x, upload["body"])
         upload = upload | {"body": scaled, "norm": norm}
         predict = averaging.predictor(c.model, w)
