@@ -172,7 +172,7 @@ def run(words: list[str]) -> None:
     """Runs a command with one round, unless its data need a download."""
     name, argv = module(words) or ("", [])
     if not name.startswith("experiments.") or re.search(
-        "mnist|cifar|usps|agnews|plays|photos", str(argv)
+        "mnist|cifar|usps|agnews|plays|photos|answers", str(argv)
     ):
         return
     name = name.removeprefix("experiments.")
