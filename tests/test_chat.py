@@ -70,6 +70,12 @@ def test_the_labels_are_the_next_tokens_of_answers(tmp_path):
     )
 
 
+def test_a_cut_conversation_is_said(tmp_path):
+    row = {"instruction": "Hi", "output": 80 * "o"}
+    data = loading.load(written(tmp_path, row), max_length=40)
+    assert data.note == "conversations cut to 40 tokens: 1"
+
+
 def test_splits_and_what_is_left_out(tmp_path):
     rows = [
         {"instruction": 80 * str(i), "output": "Oh", "split": "test"} for i in range(2)
@@ -88,6 +94,8 @@ def test_splits_and_what_is_left_out(tmp_path):
         ({"text": "Hi"}, "row 1 must have messages, conversations, or the texts"),
         ({"instruction": "Hi", "output": 3}, "row 1 must have messages"),
         ({"messages": "Hi"}, "row 1: messages must be a list"),
+        ({"messages": []}, "row 1: messages must be a list"),
+        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "a message must have"),
         ({"messages": ["Hi"]}, "row 1: a message must have role, one of user"),
         ({"messages": [{"role": "cat", "content": "Hi"}]}, "a message must have role"),
         ({"messages": [ASKED]}, "row 1 must have an answer"),

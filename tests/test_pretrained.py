@@ -293,7 +293,7 @@ def test_decoders_have_the_logits_of_pytorch(kind, settings, tmp_path):
     ],
 )
 def test_windows_of_a_config_without_types_of_layers(settings, wanted):
-    """As of networks that were saved by transformers 4."""
+    """Transformers 4 wrote none."""
     found = families.windows(families.Config(settings), 3)
     assert list(found) == wanted
 

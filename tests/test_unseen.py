@@ -76,6 +76,14 @@ def personalised(factory, given, server, t, rounds=1, **options):
     return run(jax.random.key(5), toy.federation(), server, jnp.int32(t))
 
 
+def test_a_server_of_the_size_of_a_cohort_is_an_obstacle():
+    """FedCross has as many models as the largest cohort has clients."""
+    for share in (0.4, 1.0):  # one client more makes no larger cohort of 0.4
+        given = toy.method_task("fedcross")._replace(participation=(share, share))
+        assert obstacle(toy.METHODS["fedcross"], given)
+    assert not obstacle(toy.METHODS["fedper"], given)
+
+
 def keeping(task):
     """FedAvg whose clients keep the mean of the round and predict with it."""
     base = toy.written_out(ALGORITHMS["fedavg"](task), task)

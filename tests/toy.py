@@ -162,8 +162,8 @@ def _task(net: str, **options: Any) -> Task:
 
 
 def net_of(method: str) -> str:
-    nets = {"fedbn": "norm", "fedap": "norm", "mocha": "linear", "hetlora": "lora"}
-    nets["fedsa_lora"] = "lora"
+    nets = {"fedbn": "norm", "fedap": "norm", "mocha": "linear"}
+    nets |= {"hetlora": "lora", "fedsa_lora": "lora"}
     return nets.get(method, "mlp")
 
 

@@ -42,8 +42,8 @@ def _is_b(path: tuple[Any, ...]) -> bool:
 
 def _check_lora(task: Task) -> None:
     body = jax.eval_shape(task.model.init, jax.random.key(0))["body"]
-    if not any({A, B} & set(path) for path in traverse_util.flatten_dict(body)):
+    if not any(A in path for path in traverse_util.flatten_dict(body)):
         raise InputError(
-            "fedsa_lora needs a model with LoRA: models.adapted(..., "
+            "fedsa_lora needs a model whose A is trained: models.adapted(..., "
             "models.lora(rank), ...), --adapt=lora:RANK."
         )

@@ -140,6 +140,8 @@ def obstacle(
     empty if they can."""
     ids = np.arange(task.num_clients)
     one_more = among(task, np.append(ids, np.argmax(task.sizes)))
+    # a state may have a row per client of the largest cohort, too
+    one_more = one_more._replace(participation=(1.0, 1.0))
     made = [factory(given, **(hparams or {})) for given in (task, one_more)]
     servers = [
         contract.shapes(jax.eval_shape(each.init, jax.random.key(0)).server)

@@ -1,6 +1,6 @@
 """Texts that a client's model continues, token after token."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from fedjax_pfl.experiment.types import Trained
 
 
 class Generation(NamedTuple):
-    """How a text goes on.
+    """Options of the continuation of a text.
 
     Attributes:
       tokens: most new tokens, 1 or more.
@@ -46,27 +46,30 @@ def checked(e: Trained, given: Mapping[str, Any]) -> Generation | None:
 
 
 def continued(
-    probabilities: Callable[[np.ndarray], np.ndarray], x: np.ndarray, how: Generation
+    probabilities: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    x: np.ndarray,
+    how: Generation,
 ) -> np.ndarray:
     """Returns the next tokens [n, T] of texts.
 
     Args:
-      probabilities: texts [n, L] -> those of the token after the last one [n, V].
+      probabilities: texts [n, L] and their numbers of tokens [n] -> those of the token
+        after the last one [n, V].
       x: [n, L] tokens, with 0 after the last one. A text of L tokens loses its first
         one with each new one.
     """
     x, draw, each = x.copy(), np.random.default_rng(how.seed), np.arange(len(x))
-    found = []
+    length, found = text.lengths(x), []  # token 0 may be one like others
     for _ in range(how.tokens):
-        p = probabilities(x)
+        p = probabilities(x, length)
         if how.temperature:
             with np.errstate(divide="ignore"):  # log 0
                 p = np.log(p) / how.temperature + draw.gumbel(size=p.shape)
         new = p.argmax(axis=1)
-        length = (x != 0).sum(axis=1)
         full = length == x.shape[1]
         x[full] = np.roll(x[full], -1, axis=1)
-        x[each, np.minimum(length, x.shape[1] - 1)] = new
+        length = np.minimum(length + 1, x.shape[1])
+        x[each, length - 1] = new
         found.append(new)
     return np.stack(found, axis=1)
 
@@ -82,7 +85,8 @@ def written(tokens: np.ndarray, known: Preparation, dataset: str) -> list[str]:
     return [answer.partition(end)[0] if end else answer for answer in texts]
 
 
-def prompts(path: str, known: Preparation) -> Any:
-    """Reads the conversations of a file up to their last answer: [n, L] tokens."""
+def prompts(path: str, given: Sequence[Any], known: Preparation) -> np.ndarray:
+    """Returns the rows of a file with conversations as tokens [n, L]."""
     assert known.words is not None and known.max_length is not None
-    return chat.prompts(path, str(known.tokenizer), known.words, known.max_length)
+    options = str(known.tokenizer), known.words, known.max_length
+    return chat.prompts(path, given, *options)

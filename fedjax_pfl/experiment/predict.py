@@ -30,7 +30,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, stored_inputs
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import of_clients
-from fedjax_pfl.data.sources import arrays, chat, images, rows, table
+from fedjax_pfl.data.sources import arrays, chat, images, rows, table, text as tokens
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import cli, clients, generation, results, text
@@ -106,8 +106,12 @@ def _of_rows(path: str, e: Trained) -> Given:
     assert e.preparation is not None
     column, texts = e.config.partition.column, not e.preparation.columns
     if e.config.data.dataset.startswith(chat.PREFIX) and not path.endswith(".txt"):
-        x = generation.prompts(path, e.preparation)
-        return Given(x, list(range(1, len(x) + 1)), None, None)
+        found = rows.objects(path)
+        x = generation.prompts(path, found, e.preparation)
+        owners = None
+        if column is not None and all(column in row for row in found):
+            owners = [str(row[column]) for row in found]
+        return Given(x, list(range(1, len(x) + 1)), None, owners)
     if texts and path.lower().endswith(".txt"):
         lines = text.content(path).splitlines()
         return Given(e.inputs(lines), list(range(1, len(lines) + 1)), None, None)
@@ -126,15 +130,22 @@ def _of_rows(path: str, e: Trained) -> Given:
     return Given(e.inputs(given), list(range(1, len(frame) + 1)), labels, owners)
 
 
-def scores(e: Trained, predict: Any, x: np.ndarray) -> np.ndarray:
+def scores(
+    e: Trained, predict: Any, x: np.ndarray, lengths: np.ndarray | None = None
+) -> np.ndarray:
     """Returns probabilities [n, C], of a regression targets [n, C]; of texts that go on
-    those of the token after the last one."""
+    those of the token after the last one.
+
+    Args:
+      lengths: numbers of tokens [n]; None: as `tokens.lengths`.
+    """
     parts = []
     for first in range(0, len(x), ROWS):
         batch = x[first : first + ROWS]
         z = evaluation.class_logits(predict(batch), e.task.num_classes)
         if e.task.label.shape and e.task.label.dtype == np.int32:
-            last = np.maximum((batch != 0).sum(axis=1), 1) - 1
+            known = tokens.lengths(x) if lengths is None else lengths
+            last = known[first : first + ROWS] - 1
             z = z.reshape(*batch.shape, -1)[np.arange(len(batch)), last]
         of = {np.int32: jax.nn.softmax, np.bool_: jax.nn.sigmoid}
         parts.append(of.get(e.task.label.dtype.type, lambda z: z)(z))
@@ -252,8 +263,8 @@ def _frame(
 ) -> pd.DataFrame:
     if how is not None and e.preparation is not None:
         of = functools.partial(scores, e, predict)
-        tokens = generation.continued(of, given.x[at], how)
-        texts = generation.written(tokens, e.preparation, e.config.data.dataset)
+        new = generation.continued(of, given.x[at], how)
+        texts = generation.written(new, e.preparation, e.config.data.dataset)
         named = [given.names[i] for i in at]
         return pd.DataFrame({"row": named, "client": client, "text": texts})
     found = scores(e, predict, given.x[at])

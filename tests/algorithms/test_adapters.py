@@ -8,7 +8,7 @@ import pytest
 import toy
 from flax import traverse_util
 
-from fedjax_pfl import averaging
+from fedjax_pfl import averaging, models
 from fedjax_pfl.algorithms import fedsa_lora, hetlora, pfedlora
 from fedjax_pfl.algorithms.hetlora import _layers, _masked
 from fedjax_pfl.errors import InputError
@@ -112,8 +112,14 @@ def test_masks_cut_columns_of_a_and_rows_of_b():
 
 
 def test_fedsa_lora_needs_lora():
-    with pytest.raises(InputError, match="fedsa_lora needs a model with LoRA"):
+    with pytest.raises(InputError, match="fedsa_lora needs a model whose A is trained"):
         fedsa_lora(toy.task())
+    how = models.lora(
+        2, where="dense", train="b"
+    )  # A is frozen: nothing would be shared
+    frozen = models.adapted(toy.tiny_mlp, how, toy.SHAPE, toy.C)
+    with pytest.raises(InputError, match="whose A is trained"):
+        fedsa_lora(TASK._replace(models=(frozen,)))
 
 
 def test_hetlora_needs_lora():

@@ -8,7 +8,7 @@ import pytest
 
 from experiment.runs import run
 from fedjax_pfl.data.preparation import Preparation
-from fedjax_pfl.data.sources import chat
+from fedjax_pfl.data.sources import chat, text
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import generation, predict
 from fedjax_pfl.experiment.generation import Generation
@@ -16,9 +16,9 @@ from fedjax_pfl.experiment.generation import Generation
 WORDS = ("<pad>", "<unk>", "a", "b", "c", "\n")
 
 
-def after(x):
+def after(x, length):
     """The token after the last one follows it in the order of numbers, 2 after 5."""
-    last = x[np.arange(len(x)), np.maximum((x != 0).sum(axis=1), 1) - 1]
+    last = x[np.arange(len(x)), length - 1]
     return np.eye(6, dtype=np.float32)[np.where(last == 5, 2, last + 1)]
 
 
@@ -30,14 +30,27 @@ def test_the_most_probable_tokens_follow_one_another():
     assert x[0].tolist() == [2, 0, 0, 0]
 
 
+def test_token_0_may_be_a_token_like_others():
+    x = np.array([[2, 0, 3, 0], [2, 0, 0, 0]], np.int32)
+    assert text.lengths(x).tolist() == [3, 1]
+    seen = []
+
+    def zero(x, length):
+        seen.append(length.tolist())
+        return np.eye(6, dtype=np.float32)[[0, 0]]
+
+    generation.continued(zero, x, Generation(3))
+    assert seen == [[3, 1], [4, 2], [4, 3]]
+
+
 def test_draws_have_the_probabilities_of_the_temperature():
     p = np.tile(np.float32([0, 0, 0.2, 0.8, 0, 0]), (20_000, 1))
     x = np.full((20_000, 1), 2, np.int32)
     for temperature, wanted in ((1.0, 0.8), (0.5, 0.64 / 0.68)):
-        found = generation.continued(lambda x: p, x, Generation(1, temperature, 3))
+        found = generation.continued(lambda *_: p, x, Generation(1, temperature, 3))
         assert {*found[:, 0].tolist()} == {2, 3}
         np.testing.assert_allclose((found == 3).mean(), wanted, atol=0.01)
-    again = generation.continued(lambda x: p, x, Generation(1, 0.5, 3))
+    again = generation.continued(lambda *_: p, x, Generation(1, 0.5, 3))
     np.testing.assert_array_equal(again, found)
 
 
@@ -47,19 +60,17 @@ def test_an_answer_ends_where_the_template_ends_it():
     assert generation.written(tokens, known, "text:a.json") == ["ab\nc"]
 
 
-def test_prompts_end_where_an_answer_begins(tmp_path):
-    path = tmp_path / "chat.jsonl"
+def test_prompts_end_where_an_answer_begins():
     given = [{"instruction": "Hi"}, {"instruction": "Hi", "output": "Oh"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
     words = ("<pad>", "<unk>", *dict.fromkeys("user: Hi\nassistant: "))
-    x = chat.prompts(str(path), "char", words, 24)
+    x = chat.prompts("f", given, "char", words, 24)
     whole = "user: Hi\nassistant: "
     assert (
         "".join(words[i] for i in x[0] if i)
         == "".join(words[i] for i in x[1] if i)
         == whole
     )
-    short = chat.prompts(str(path), "char", words, 3)
+    short = chat.prompts("f", given, "char", words, 3)
     assert "".join(words[i] for i in short[0]) == "t: "
 
 

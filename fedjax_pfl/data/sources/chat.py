@@ -55,9 +55,9 @@ def messages(
     for column, writer, content in _LISTS:
         if column in row:
             given = row[column]
-            if not isinstance(given, list):
+            if not isinstance(given, list) or not given:
                 raise InputError(
-                    f"{named}: {column} must be a list, got {given!r:.40}."
+                    f"{named}: {column} must be a list of messages, got {given!r:.40}."
                 )
             found = [_message(named, x, writer, content) for x in given]
             break
@@ -82,7 +82,7 @@ def messages(
 def _message(named: str, given: Any, writer: str, content: str) -> Message:
     known = isinstance(given, dict) and isinstance(given.get(content), str)
     role = given.get(writer) if known else None
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InputError(
             f"{named}: a message must have {writer}, one of {', '.join(_ROLES)}, and "
             f"the text {content}, got {given!r:.60}."
@@ -191,20 +191,27 @@ def ending(tokenizer: str) -> str:
     return after.strip() or after[:1]
 
 
-def prompts(path: str, tokenizer: str, words: Sequence[str], length: int) -> np.ndarray:
-    """Reads conversations up to their last answer, which is left out: [n, L] tokens in
-    a vocabulary. Of a longer one the last L are kept.
+def prompts(
+    path: str,
+    given: Sequence[Mapping[str, Any]],
+    tokenizer: str,
+    words: Sequence[str],
+    length: int,
+) -> np.ndarray:
+    """Returns conversations up to their last answer, which is left out: [n, L] tokens
+    in a vocabulary. Of a longer one the last L are kept.
 
     Args:
-      path: as of `load`; answers may be missing.
+      path: begins messages of errors.
+      given: rows [n] as of `messages`; answers may be missing.
     """
     render, tokens = template(tokenizer), text.places(tokenizer)
     number, found = {word: i for i, word in enumerate(words)}, []
-    for i, row in enumerate(rows.objects(path)):
-        given = messages(f"{path}: row {i + 1}", row, answered=False)
-        if given[-1]["role"] == "assistant":
-            given = given[:-1]
-        known = [number.get(x, text.UNKNOWN) for x in tokens(render(given, True))[0]]
+    for i, row in enumerate(given):
+        said = messages(f"{path}: row {i + 1}", row, answered=False)
+        if said[-1]["role"] == "assistant":
+            said = said[:-1]
+        known = [number.get(x, text.UNKNOWN) for x in tokens(render(said, True))[0]]
         found.append(known[-length:])
     return text.padded(found, length)
 
@@ -233,6 +240,7 @@ def load(
     render, tokens = template(name), text.places(name)
     length = max_length or LENGTH
     found, kept = list[tuple[list[str], np.ndarray]](), list[int]()
+    cut = 0
     for i, row in enumerate(given):
         named = f"{path}: row {i + 1}"
         try:
@@ -243,13 +251,18 @@ def load(
         learned = np.array([any(x in span for span in spans) for x in starts], bool)
         if learned[1 : length + 1].any():
             kept.append(i)
+            cut += len(words) > length + 1
             found.append((words[: length + 1], learned[: length + 1]))
     if not found:
         raise InputError(f"{path} must have an answer within {length} tokens.")
     others = [{k: v for k, v in given[i].items() if k not in _OWN} for i in kept]
-    left = f"conversations without an answer in {length} tokens left out: "
-    note = f"{left}{len(given) - len(kept)}" if len(kept) < len(given) else ""
-    return _dataset(path, found, others)._replace(note=note)
+    counts = {
+        f"conversations without an answer in {length} tokens left out": len(given)
+        - len(kept),
+        f"conversations cut to {length} tokens": cut,
+    }
+    notes = [f"{name}: {count}" for name, count in counts.items() if count]
+    return _dataset(path, found, others)._replace(note="; ".join(notes))
 
 
 def _placed(named: str, message: str) -> str:

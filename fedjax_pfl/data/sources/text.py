@@ -68,6 +68,15 @@ def places(name: str) -> Callable[[str], tuple[list[str], list[int]]]:
     return tokens
 
 
+def lengths(x: np.ndarray) -> np.ndarray:
+    """Returns the numbers of tokens [n] of rows [n, L] that end in padding; 1 or more.
+
+    Padding is 0, which in a vocabulary of Hugging Face is also a token like others.
+    """
+    last = x.shape[1] - np.argmax(x[:, ::-1] != PADDING, axis=1)
+    return np.where((x != PADDING).any(axis=1), last, 1)
+
+
 def joined(name: str, tokens: Sequence[str]) -> str:
     """Returns the text of tokens.
 
