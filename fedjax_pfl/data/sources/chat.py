@@ -208,10 +208,10 @@ def prompts(
     render, tokens = template(tokenizer), text.places(tokenizer)
     number, found = {word: i for i, word in enumerate(words)}, []
     for i, row in enumerate(given):
-        said = messages(f"{path}: row {i + 1}", row, answered=False)
-        if said[-1]["role"] == "assistant":
-            said = said[:-1]
-        known = [number.get(x, text.UNKNOWN) for x in tokens(render(said, True))[0]]
+        asked = messages(f"{path}: row {i + 1}", row, answered=False)
+        if asked[-1]["role"] == "assistant":
+            asked = asked[:-1]
+        known = [number.get(x, text.UNKNOWN) for x in tokens(render(asked, True))[0]]
         found.append(known[-length:])
     return text.padded(found, length)
 
