@@ -29,7 +29,7 @@ from fedjax_pfl import losses, testing
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.models.vae import Gaussian
 from fedjax_pfl.testing import synthetic
-from fedjax_pfl.types import State, Task
+from fedjax_pfl.types import Federation, State, Task
 
 N, SIZES, C = synthetic.N, synthetic.SIZES, synthetic.C
 WIDTH = 8  # features of the small network
@@ -128,7 +128,7 @@ def ours(
     rounds: int = 1,
     last: tuple[int, ...] = tuple(range(N)),
     task: dict[str, Any] | None = None,
-    start: State | None = None,
+    federation: Federation | None = None,
     **hparams: Any,
 ) -> list[State]:
     """Returns the states before, between and after rounds, on the host.
@@ -136,16 +136,18 @@ def ours(
     Args:
       last: the clients of the last round; all take part in the others.
       task: options of the task that differ. Each client's data are one batch.
+      federation: default the synthetic one.
     """
     given = {"batch_size": int(SIZES.max()), "epochs": EPOCHS, "lr": LR, "rounds": 9}
     made: Task = testing.task(**(given | (task or {})))
-    subject = testing.subject(functools.partial(ALGORITHMS[method], **hparams), made)
-    if start is None:
-        start = subject.init(jax.random.key(3), subject.traced)
+    factory = functools.partial(ALGORITHMS[method], **hparams)
+    subject = testing.subject(factory, made, start=State(None, None))
+    start = subject.init(jax.random.key(3), subject.traced)
     states, ids = [jax.device_get(start)], np.arange(N, dtype=np.int32)
     for t in range(rounds):
         active = np.isin(ids, last) if t == rounds - 1 else np.ones(N, bool)
-        new, _ = testing.run(subject, state=states[-1], ids=ids, active=active, t=t)
+        now = {"state": states[-1], "ids": ids, "active": active, "t": t}
+        new, _ = testing.run(subject, federation=federation, **now)
         states.append(new)
     return states
 

@@ -3,11 +3,12 @@
     python -m benchmarks.originals --repository=FedADMM=PATH --repository=floco=PATH
     [--results=FILE]
 
-NAME is a repository of `benchmarks.original_functions`, PATH its checkout. Each check
-cuts a function or class out of a file there, runs it with PyTorch on a CPU, and prints
-the largest difference from the result here, relative to the largest entry. The rows
-that were found are kept in FILE, and the table of all of them is printed as Markdown.
-PyTorch, and for FedPAC cvxpy, must be installed; no file of the checkout is changed.
+NAME is a repository of `benchmarks.original_functions` or `benchmarks.original_rounds`,
+PATH its checkout. Each check cuts a function or class out of a file there, runs it with
+PyTorch on a CPU, and prints the largest difference from the result here, relative to
+the largest entry. The rows that were found are kept in FILE, and the table of all of
+them is printed as Markdown. PyTorch, and for FedPAC cvxpy, must be installed; no file
+of the checkout is changed.
 """
 
 import ast
@@ -140,7 +141,8 @@ def chosen(repositories: Iterable[str]) -> dict[str, Path]:
 def main(argv: list[str]) -> None:
     """Runs the checks of the repositories given, and prints the table."""
     del argv
-    import benchmarks.original_functions  # noqa: F401  (registers, and needs PyTorch)
+    # registered where imported, which needs PyTorch
+    from benchmarks import original_functions, original_rounds  # noqa: F401
 
     path = Path(FLAGS.results)
     rows = json.loads(path.read_text()) if path.exists() else {}

@@ -1,6 +1,7 @@
 """Tests of the comparison with the authors' code, without PyTorch or a checkout."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,14 @@ def test_differences_are_relative_to_the_largest_entry():
     assert originals.difference(np.zeros(2), np.zeros(2)) == 0
     with pytest.raises(InputError, match="differ"):
         originals.difference(np.zeros(2), np.zeros(3))
+
+
+def test_every_check_has_a_row_and_every_row_a_check():
+    files = (ROOT / "benchmarks").glob("original_*.py")
+    source = "\n".join(file.read_text() for file in files)
+    checks = re.findall(r'^@check\(\s*"(\w+)"', source, re.M)
+    rows = json.loads((ROOT / originals.RESULTS).read_text())
+    assert sorted(checks) == sorted(rows)
 
 
 def test_the_page_has_the_results():
