@@ -70,7 +70,8 @@ def fedas(
     Note:
       The Fisher information is taken over batches in the order of the examples, of the
       task's batch size; the estimate depends on it. Before a client's first round its
-      previous body is the initial one.
+      previous body is the initial one. Each client aligns a copy of the received body.
+      The authors' code aligns the server's own model, one client after another.
     """
     sgd, split = local_training.bind(task), averaging.split(task, ("head",))
     plain = task._replace(optimizer=optax.sgd, lr=align_lr, augment=None, mix=None)

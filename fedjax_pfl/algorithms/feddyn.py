@@ -32,8 +32,10 @@ def feddyn(task: Task, *, alpha: Annotated[float, Gt(0)] = 0.01) -> Method:
 
     Note:
       Models are averaged uniformly over the clients with training examples, as in the
-      paper. PFLlib's proximal term is the norm, not its square; here it is the paper's.
-      Running statistics are averaged as the models are. The reported loss is L_k.
+      paper. The authors' code divides alpha by a client's relative size, and clips
+      gradients at 10. PFLlib's proximal term is the norm, not its square; here it is
+      the paper's. Running statistics are averaged as the models are. The reported loss
+      is L_k.
     """
     sgd, split = local_training.bind(task), averaging.split(task)
 

@@ -37,7 +37,8 @@ def fedgh(
       one. The server takes batches of the task's batch size in one random order, the
       same in all its epochs. The mean features are those of one more pass after
       training. `post` scores the client's own trained head. All architectures must have
-      the same feature width.
+      the same feature width. The authors' server steps an optimizer that holds a
+      client's network, so their common head is never trained.
     """
     sgd, split = local_training.bind(task), averaging.split(task, ("body",))
     classes, batch_size = task.num_classes, evaluation.pass_size(task.sizes)

@@ -45,8 +45,9 @@ def fedmrl(task: Task) -> Method:
     Note:
       Both losses have the weight 1, as in the paper. The shared model (Task.shared)
       must not have more features than a client's own. HtFLlib averages uniformly; here,
-      as in the paper, the weights are the training examples. `acc` scores g(r) and
-      `small_acc` g_s.
+      as in the paper, the weights are the training examples. The authors' script refers
+      to one small model for all clients, so its mean is the last client's. `acc` scores
+      g(r) and `small_acc` g_s.
     """
     small = shared_model.exchanged(task)
     shared, narrow = small.model, small.model.num_features

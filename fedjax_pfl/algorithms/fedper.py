@@ -89,7 +89,8 @@ def fedbabu(
     Note:
       `pre` scores are of the fine-tuned model, and as `untuned_acc` of the model as
       received; `post` scores are of the trained body. The last two are under a head
-      that nobody trained, and say little.
+      that nobody trained, and say little. Bodies are weighted by training examples,
+      where the authors' code averages uniformly.
     """
     parts = FINE_TUNED[fine_tune]
     return partial_averaging(

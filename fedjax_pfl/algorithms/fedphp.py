@@ -2,7 +2,7 @@
 received model in the next round.
 
 Reference: Li et al., FedPHP: federated personalization with inherited private models
-(ECML PKDD 2021), Algorithm 1.
+(ECML PKDD 2021), Algorithm 1; authors' code: lxcnju/FedRepo.
 """
 
 from typing import Annotated
