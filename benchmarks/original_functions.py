@@ -776,6 +776,42 @@ def _gpfl(checkout: Path) -> dict[str, Any]:
 
 
 @check(
+    "fedgen",
+    "zhuangdizhu/FedGen",
+    "features that the generator makes",
+    "their term that makes features differ is not built (serverpFedGen.py:140), nor a "
+    "bias that the batch norm removes",
+)
+def _fedgen(checkout: Path) -> dict[str, Any]:
+    from fedjax_pfl import models
+
+    noise, hidden = 6, 7
+    known = names(GENERATORCONFIGS={"": (hidden, WIDTH, 1, C, noise)})
+    file = checkout / "FLAlgorithms/trainmodel/generator.py"
+    cut(file, "DiversityLoss", known)
+    theirs = cut(file, "Generator", known)("")
+    inner, norm, _, outer = *theirs.fc_layers, theirs.representation_layer
+    for x in (norm.weight, norm.bias):
+        x.data = tensor(random_array(hidden))
+    y = torch.arange(9) % C
+    made = theirs(y)
+    params = {
+        "inner": {"kernel": inner.weight.T},
+        "norm": {"scale": norm.weight, "bias": norm.bias},
+        "outer": {"kernel": outer.weight.T, "bias": outer.bias},
+    }
+    params = jax.tree.map(lambda x: x.detach().numpy(), params)
+    kind = here("fedgen").Generator
+    network = models.network(
+        lambda rngs: kind(noise + C, hidden, WIDTH, rngs), bn_stats="batch"
+    )
+    x = np.concatenate([made["eps"].numpy(), np.eye(C, dtype=np.float32)[y]], axis=1)
+    given = {"params": params, "stats": {}}
+    mine = network.apply(given, x, mask=jnp.ones(len(y), bool), train=True)[0]
+    return {"features": (made["output"].detach(), mine)}
+
+
+@check(
     "fedadmm",
     "YonghaiGong/FedADMM",
     "two rounds: local training, server's model, dual variables",

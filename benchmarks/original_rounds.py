@@ -873,11 +873,12 @@ def _fedl2g(checkout: Path) -> dict[str, Any]:
     kind = cut(folder / "clients/clientl2g_logit.py", "clientL2G", known)
     cut(folder / "servers/serverl2g_logit.py", "grads_aggregate", known)
     server = of(cut(folder / "servers/serverl2g_logit.py", "FedL2G", known))
-    states = ours("fedl2g", 2, server_lr=0.1, warmup=1, quiz=0.3)
+    rate = 10.0  # large, so that the guidance moves
+    states = ours("fedl2g", 2, server_lr=rate, warmup=1, quiz=0.3)
     table = tensor(states[0].server["guide"])
     guide = nn.Embedding.from_pretrained(table, freeze=False)
     server.guiding_vec, server.num_classes, server.device = guide, C, "cpu"
-    server.optimizer = torch.optim.SGD(guide.parameters(), lr=0.1)
+    server.optimizer = torch.optim.SGD(guide.parameters(), lr=rate)
     server.role, server.save_folder_name = "Server", ""
     items["Server", "guiding_vec"] = guide
     common = {"loss": cross_entropy, "loss_mse": nn.MSELoss(), "learning_rate": LR}
@@ -899,7 +900,8 @@ def _fedl2g(checkout: Path) -> dict[str, Any]:
         server.uploaded_ids = [made.id for made in clients if made.num_quiz]
         server.uploaded_gs = [items[i, "grads"] for i in server.uploaded_ids]
         server.aggregate_grads()
+    first, last = (states[t].server["guide"] for t in (0, 2))
     return {
-        "guidance": (guide.weight.detach(), states[2].server["guide"]),
+        "guidance": (guide.weight.detach() - tensor(first), last - first),
         "model": (values(items[1, "model"]), weights(row(states[2], 1))),
     }

@@ -65,11 +65,12 @@ def fedpcl(
 
     Note:
       The paper's frozen pretrained networks are left out, as in PFLlib: the client
-      trains its own body, and the head is not used. A class that a client has not sent
-      has the global prototype in that client's set. In the first round nothing is
-      trained, and prototypes are sent. The global prototype is the uniform mean over
-      the clients that have sent the class, of their last ones. All architectures must
-      have the same feature width.
+      trains its own body, and the head is not used. The authors' code contrasts the
+      prototype of an example's class with the features of the batch. A class that a
+      client has not sent has the global prototype in that client's set. In the first
+      round nothing is trained, and prototypes are sent. The global prototype is the
+      uniform mean over the clients that have sent the class, of their last ones. All
+      architectures must have the same feature width.
     """
     widths, classes = sorted({m.num_features for m in task.models}), task.num_classes
     if len(widths) > 1:
