@@ -8,6 +8,7 @@ and sortable tables.
 """
 
 import base64
+import contextlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,19 +118,12 @@ def _values(runs: Sequence[Run], name: str) -> str:
     found = []
     for run in runs:
         value, default = run.config[name], SETTINGS[name].default
-        shown = value != default or name in _ALWAYS
-        if shown and value is not None and _acts(Config(**run.config), name):
+        if value is None or (value == default and name not in _ALWAYS):
+            continue
+        with contextlib.suppress(InputError):  # it lacks a setting that it needs
+            check_needs(Config(**run.config), name)
             found.append(str(value))
     return ", ".join(dict.fromkeys(found))
-
-
-def _acts(config: Config, name: str) -> bool:
-    """Returns whether a setting has the one that it needs."""
-    try:
-        check_needs(config, name)
-    except InputError:
-        return False
-    return True
 
 
 def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
@@ -140,8 +134,9 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     for run in runs:
         own = dict(enumerate(run.clients))
         scores[names[str(run.path)]] = results.last_scores(run, name).rename(index=own)
-    clients = pd.concat(scores, names=["method"])
+    clients = pd.concat(scores, names=["method"]).rename(columns=metrics.POINTS)
     settings = pd.DataFrame({str(run.path): run.config for run in runs}).map(str)
+    settings = settings.rename_axis("setting")
     equal = settings.nunique(axis=1) == 1
     shown = found | {
         OVER_CLIENTS: results.statistics(rows, runs[0].headline),

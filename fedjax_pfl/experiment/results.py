@@ -601,7 +601,7 @@ def statistics(table: pd.DataFrame, headline: Headline) -> pd.DataFrame:
 
 def render(table: pd.DataFrame, style: str = "markdown") -> str:
     """Formats a table of text as markdown, latex, csv or html."""
-    flat = table.reset_index()
+    flat = table.reset_index().rename_axis(columns=None)
     if style == "markdown":
         return flat.to_markdown(index=False, disable_numparse=True)
     if style == "latex":

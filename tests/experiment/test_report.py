@@ -52,6 +52,8 @@ def test_html_is_one_file_with_figures_and_every_client(sweep, tmp_path, capsys)
     assert out.strip() == str(file) and text.count("data:image/svg+xml;base64,") == 3
     assert not re.search(r'(src|href)="(?!data:|#)', text)
     clients = text[text.index("<h2>Clients") :]
+    header = re.findall(r"<th>(.*?)</th>", clients)[:4]
+    assert header == ["method", "client", "before", "after"]
     assert re.search(r"<td>local</td>\s*<td>3</td>\s*<td>60.0</td>", clients)
     assert "<script>" in text and "&lt;td" not in text
     lines = re.findall(r"<d[td]>(.*?)</d[td]>", text[: text.index("<table")])
