@@ -124,7 +124,7 @@ ACCEPTED = (
     *("fml", "fedkd", "fedem", "fedcp", "feddva", "pfedafm", "moon", "feddyn"),
     *("fedlc", "fedntd", "feddbe", "knn_per", "fedadmm", "fedas", "gpfl", "fedmrl"),
     *("fedgen", "fedl2g", "fedsr", "pfl_da", "fednova", "fedbn", "pfedlora"),
-    *("pfedfda", "flute"),
+    *("pfedfda", "flute", "fedsa_lora"),
 )
 
 

@@ -14,7 +14,15 @@ from fedjax_pfl import keys, models
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedc import task_maps
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Context, Examples, Federation, State, Subset, Task
+from fedjax_pfl.types import (
+    Context,
+    Examples,
+    Federation,
+    RunState,
+    State,
+    Subset,
+    Task,
+)
 
 # fmt: off
 SUPERCLASS = np.array([  # of each class of CIFAR-100
@@ -184,7 +192,7 @@ def sparse() -> tuple[Task, Federation]:
     return Task((model,), *given, 0.5, optax.sgd, 4, participation=(0.1, 0.1)), f
 
 
-def worn(state: State) -> State:
+def worn(state: RunState) -> RunState:
     """The state with a bank that is not as it started."""
     noise = (
         np.random.default_rng(2)
@@ -193,7 +201,7 @@ def worn(state: State) -> State:
     )
     head = state.server["head"]
     bank = {"kernel": head["kernel"] + noise, "bias": head["bias"] + noise[0]}
-    return State(state.server | {"head": bank}, state.clients)
+    return RunState(State(state.server | {"head": bank}, state.clients))
 
 
 @pytest.mark.slow
@@ -264,7 +272,7 @@ def one_client():
     return run
 
 
-def alone(task: Task, f: Federation, key, state: State, i: int) -> np.ndarray:
+def alone(task: Task, f: Federation, key, state: RunState, i: int) -> np.ndarray:
     """The branches [K, C] that one selected client sends."""
     clients_key = keys.clients_key(key, jnp.int32(4))
     rows = jax.tree.map(lambda x: x[i : i + 1], state.clients)

@@ -345,6 +345,7 @@ def test_a_method_for_one_network_that_says_it_takes_several():
             predict,
             evaluation.classification,
             one_architecture=False,
+            traffic=lambda *given: traffic.both_ways(given[-2], 0),
         )
 
     made = testing.subject(factory, testing.task())

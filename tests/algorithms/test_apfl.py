@@ -109,7 +109,7 @@ def test_a_fixed_weight_never_moves():
 def test_without_a_personal_share_the_personal_model_is_the_global_one():
     got = train(rounds=2, alpha=0.0, adaptive=False)
     assert_same(got.state.clients["v"], got.begin.clients["v"])
-    (server, clients), x = got.state, toy.federation().examples.x[:7]
+    (server, clients), x = got.state.method, toy.federation().examples.x[:7]
     predict = factory(TASK, alpha=0.0).predict
     client = SimpleNamespace(model=TASK.model)
     both = jax.jit(

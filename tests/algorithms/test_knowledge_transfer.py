@@ -17,7 +17,7 @@ from fedjax_pfl.algorithms.knowledge_transfer import knowledge_transfer as kt, m
 from fedjax_pfl.algorithms.knowledge_transfer.mixtures import Predictions
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import nets
-from fedjax_pfl.types import Context, State
+from fedjax_pfl.types import Context, RunState, State
 
 MLP = toy.task()
 METHODS = ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het")
@@ -395,7 +395,7 @@ def test_the_warm_up_comes_before_round_0_only():
             MLP,
             {"passes": 0, "order": "code", "warmup_epochs": epochs},
         )
-        begin = State({}, jax.tree.map(jnp.asarray, alone()))
+        begin = RunState(State({}, jax.tree.map(jnp.asarray, alone())))
         given = jax.random.key(5), program.traced, toy.federation()
         run = jax.jit(
             lambda t: program.round(Context(*given, t), begin, jnp.bool(False))[0]
@@ -447,7 +447,7 @@ def test_a_step_of_some_clients_is_that_of_the_normalised_block():
     def run(a):
         cohort = toy.cohort(task, ids, key=jax.random.key(1))
         start = State({"coefficients": a}, clients)
-        method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1)
+        method = kt.mnfl_het(task, coef_lr=2.0, rho=0.1, lam=1.0)
         return method.round(jax.random.key(2), start, cohort)[0].server["coefficients"]
 
     a, s = run(before), np.array([predicted(i) for i in ids], np.float32)

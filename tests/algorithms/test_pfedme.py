@@ -126,7 +126,7 @@ def test_beta_one_is_the_average_and_beta_a_half_stays_half_way():
 @pytest.mark.slow  # two compilations
 def test_every_inner_step_draws_dropout_of_its_own(monkeypatch):
     """The loss is n b with a random n: without a proximal term a step is -n."""
-    drawn = lambda model: (
+    drawn = lambda model, task: (
         lambda w, batch, key: (
             jax.random.normal(key) * w["head"]["bias"].sum(),
             w["stats"],
