@@ -136,6 +136,8 @@ class Frozen(NamedTuple):
     functions: Callable[[PyTree], tuple[Callable[..., Any], ...]]
     # trained variables -> variables of the network without adapters
     merge: Callable[[PyTree], PyTree]
+    # of each value the axis that devices which share one base divide; -1: none
+    axes: PyTree
 
 
 class Model(NamedTuple):

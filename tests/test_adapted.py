@@ -36,6 +36,11 @@ def tokens(input_shape, num_classes, rngs):
     return nets.Net(body, layers.linear(16, num_classes, rngs))
 
 
+def windowed(input_shape, num_classes, rngs):
+    body = text.Tokens(9, 5, 2, Layout(16, 2, 64), rngs, windows=(None, 2))
+    return nets.Net(body, layers.linear(16, num_classes, rngs))
+
+
 class General(nnx.Module):
     """A dense layer of several axes."""
 
@@ -163,6 +168,51 @@ def test_a_prompt_is_seen_and_removed():
     np.testing.assert_allclose(*before, rtol=1e-5, atol=1e-6)
     with pytest.raises(InputError, match="cannot be merged"):
         models.merged(net, v)
+
+
+@pytest.mark.parametrize("blocks", ["scanned", toy.slow("rematerialised")])
+@pytest.mark.parametrize("make", ["patches", "windows"])
+def test_scanned_blocks_are_the_blocks_one_by_one(make, blocks):
+    options: dict = {}
+    factory, shape = tiny_vit, IMAGE
+    if make == "windows":
+        factory, shape = windowed, (5,)
+        options = {"input_dtype": jnp.int32, "positions": 5}
+    x = inputs(shape, np.float32 if make == "patches" else np.int32)
+    plain = models.model(factory, shape, C, **options)
+    base = noisy(jax.jit(plain.init)(KEY))
+    how = functools.partial(models.adapted, factory, lora(2), shape, C, base=base)
+    one, other = how(**options), how(blocks=blocks, **options)
+    v = jax.tree.map(jnp.asarray, noisy(one.init(jax.random.key(1)), 4))
+    loss = lambda net: lambda v: jnp.sum(net.apply(v, x)[0] ** 2)
+    wanted, found = (jax.jit(jax.value_and_grad(loss(net)))(v) for net in (one, other))
+    toy.assert_close(found, wanted, 1e-5)
+    toy.assert_close(models.merged(other, v), models.merged(one, v), 1e-6)
+    sizes = [
+        sum(a.size for a in jax.tree.leaves(n.frozen.values)) for n in (one, other)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_scanned_blocks_must_be_alike():
+    make = functools.partial(models.adapted, tokens, blocks="scanned", positions=5)
+    with pytest.raises(InputError, match="same parameters"):
+        make(prompt(2), (5,), C, input_dtype=jnp.int32)
+    with pytest.raises(InputError, match="no transformer blocks"):
+        models.adapted(toy.tiny_mlp, head(), toy.SHAPE, C, blocks="scanned")
+
+
+def test_a_base_of_bfloat16_is_rounded_once():
+    make = functools.partial(models.adapted, tiny_vit, lora(2), IMAGE, C)
+    whole, half = make(), make(base_dtype="bfloat16")
+    pairs = zip(*(jax.tree.leaves(n.frozen.values) for n in (whole, half)), strict=True)
+    for x, y in pairs:
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x.astype(jnp.bfloat16), y)
+    v, x = half.init(KEY), inputs(IMAGE)
+    logits = half.apply(v, x)[0]
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, whole.apply(v, x)[0], atol=0.03)
 
 
 def test_a_base_must_fit():

@@ -15,8 +15,9 @@ from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.kernels.convolution import gradient_by_rows
 from fedjax_pfl.models import layers
-from fedjax_pfl.models.nnx_model import composed, model
+from fedjax_pfl.models.nnx_model import DTYPES, composed, model
 from fedjax_pfl.models.registry import Factory
+from fedjax_pfl.models.transformer import DIVIDED, Block, Stack
 from fedjax_pfl.options import Options
 from fedjax_pfl.types import Array, Frozen, Model, PyTree
 
@@ -24,6 +25,8 @@ Path = tuple[str, ...]  # of a variable of the body
 A, B = "lora_a", "lora_b"
 WHERE = ("attention", "dense", "all")
 PROMPT = "prompt"
+STACK = "stack"  # of blocks with stacked variables
+BLOCKS = ("unrolled", "scanned", "rematerialised")
 NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.BatchNorm)
 DENSE = (nnx.Linear, nnx.LinearGeneral)
 
@@ -162,6 +165,8 @@ def adapted(
     *,
     base: PyTree = None,
     train_head: bool = True,
+    base_dtype: str = "float32",
+    blocks: str = "unrolled",
     **options: Any,
 ) -> Model:
     """Makes a Model whose variables are the adapters (body) and the head of a frozen
@@ -178,6 +183,10 @@ def adapted(
         them. A head of other shapes, as for other classes, is drawn anew. Default: the
         network's own draw under the key 0.
       train_head: False: the head is frozen, too.
+      base_dtype: in which the frozen variables are held, "float32" or "bfloat16".
+      blocks: of a transformer, "unrolled", "scanned" (the frozen variables are stacked,
+        and the compiler sees one block) or "rematerialised" (likewise, and the
+        derivative computes each block again, for less memory).
 
     Raises:
       InputError: the base does not have the network's variables, or the network no
@@ -192,7 +201,14 @@ def adapted(
                 layer.still = True
             chosen.update(_trained(how, tuple(map(str, path)), layer))
 
-    whole = model(factory, input_shape, num_classes, change=change, **options)
+    def stack(body: nnx.Module, rngs: nnx.Rngs) -> None:
+        change(body, rngs)
+        _stack(body, blocks == "rematerialised")
+
+    choose("base_dtype", base_dtype, DTYPES)
+    choose("blocks", blocks, BLOCKS)
+    make = functools.partial(model, factory, input_shape, num_classes, **options)
+    whole = make(change=change)
     names = {
         path
         for path in _flat(jax.eval_shape(whole.init, jax.random.key(0)))
@@ -200,7 +216,9 @@ def adapted(
     }
     start = _started(whole, base, names)
     own = {path: x for path, x in start.items() if path in names}
-    rest = {path: x for path, x in start.items() if path not in names}
+    rest = {
+        path: _held(x, base_dtype) for path, x in start.items() if path not in names
+    }
 
     @trees.traced_once
     def draw(key: Array) -> PyTree:
@@ -210,9 +228,14 @@ def adapted(
         return _nested(_flat(draw(key)) | own)
 
     def merge(variables: PyTree) -> PyTree:
-        return _merged(_joined(variables, _nested(rest)), how.scale)
+        return _merged(_joined(variables, unstacked(values)), how.scale)
 
-    frozen = Frozen(_nested(rest), functools.partial(_functions, whole), merge)
+    run, values = whole, _nested(rest)
+    if blocks != "unrolled":
+        run, values = make(change=stack), _stacked(values)
+    axes = {path: _divided(path, x) for path, x in _flat(values).items()}
+    functions = functools.partial(_functions, run)
+    frozen = Frozen(values, functions, merge, _nested(axes))
     features, logits, apply = frozen.functions(frozen.values)
     norms = _some(whole.bn_mask, names)
     return Model(init, features, logits, apply, norms, whole.num_features, frozen)
@@ -243,7 +266,7 @@ def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array
     added = {path for path in shapes if {A, B, PROMPT} & set(path)}
     if base is None:
         base = _nested({p: x for p, x in _flat(drawn(key)).items() if p not in added})
-    known = {path: jnp.asarray(x) for path, x in _flat(base).items()}
+    known = {path: _array(x) for path, x in _flat(base).items()}
     new_head = any(
         known[path].shape != shape.shape if path in known else True
         for path, shape in shapes.items()
@@ -268,6 +291,62 @@ def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array
     return start | {path: rest[path] for path in missing}
 
 
+def _divided(path: Path, x: Array) -> int:
+    """Returns the axis of a variable that devices divide, -1: each has it whole."""
+    axis = DIVIDED.get(path[-2], -1) if path[-1] in ("kernel", "embedding") else -1
+    return axis + (STACK in path) if axis >= 0 else -1
+
+
+def _array(x: Any) -> Any:
+    """Returns an array; only shapes, of a network that is compiled alone, stay."""
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+
+
+def _held(x: Any, dtype: str) -> Any:
+    """Returns a frozen array, or its shape, in the type of the base."""
+    if dtype == "float32" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.dtype(dtype))
+    return x.astype(dtype)
+
+
+def _stack(body: Any, again: bool) -> None:
+    """Replaces the blocks of a transformer by a stack of them."""
+    blocks = list(getattr(body, "blocks", ()))
+    if not blocks or not all(isinstance(block, Block) for block in blocks):
+        raise InputError(f"{type(body).__name__} has no transformer blocks to scan.")
+    body.stack, body.blocks = Stack(blocks, again), nnx.List()
+
+
+def _stacked(tree: PyTree) -> PyTree:
+    """Returns variables of which those of all blocks are stacked, [depth, ...]."""
+    blocks = tree["body"].get("blocks", {})
+    each = [blocks[name] for name in sorted(blocks, key=int)]
+    rest = {name: x for name, x in tree["body"].items() if name != "blocks"}
+    if not each:
+        return tree
+    return tree | {"body": rest | {STACK: {"block": jax.tree.map(_joint, *each)}}}
+
+
+def _joint(*leaves: Any) -> Any:
+    """Stacks arrays; only shapes are stacked to a shape."""
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda *x: jnp.stack(x), *leaves)
+    return jnp.stack(leaves)
+
+
+def unstacked(tree: PyTree) -> PyTree:
+    """Inverts `_stacked`."""
+    if STACK not in tree["body"]:
+        return tree
+    rest = dict(tree["body"])
+    whole = rest.pop(STACK)["block"]
+    depth = len(jax.tree.leaves(whole)[0])
+    each = {str(i): jax.tree.map(lambda x, i=i: x[i], whole) for i in range(depth)}
+    return tree | {"body": rest | {"blocks": each}}
+
+
 def _functions(whole: Model, held: PyTree) -> tuple[Callable[..., Any], ...]:
     """Returns `features`, `head` and `apply` of the trained variables, with the frozen
     ones `held`."""
@@ -279,7 +358,10 @@ def _functions(whole: Model, held: PyTree) -> tuple[Callable[..., Any], ...]:
         train: bool = False,
         key: Array | None = None,
     ) -> tuple[Array, PyTree]:
-        full = _joined(variables, held)
+        if STACK in held["body"]:
+            full = _joined(_stacked(variables), held)
+        else:
+            full = _joined(variables, held)
         h, _ = whole.features(full, x, mask=mask, train=train, key=key)
         return h, variables["stats"]
 

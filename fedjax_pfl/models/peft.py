@@ -10,7 +10,7 @@ import numpy as np
 from flax import traverse_util
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.adapted import A, B
+from fedjax_pfl.models.adapted import A, B, unstacked
 from fedjax_pfl.models.families import HEADS, Family
 from fedjax_pfl.models.pretrained import load
 from fedjax_pfl.types import Model, PyTree
@@ -42,7 +42,7 @@ def save(
       InputError: the model has no LoRA, or layers of different ranks.
     """
     family = load(base).family
-    held = {} if model.frozen is None else model.frozen.values
+    held = {} if model.frozen is None else unstacked(model.frozen.values)
     flat = traverse_util.flatten_dict(held)
     flat |= traverse_util.flatten_dict(variables)
     layers = _layers({path: np.asarray(x) for path, x in flat.items()})

@@ -14,7 +14,14 @@ from flax import nnx
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Net, Shape
-from fedjax_pfl.models.transformer import ACTIVATIONS, Block, Layout, capped, norm
+from fedjax_pfl.models.transformer import (
+    ACTIVATIONS,
+    Block,
+    Layout,
+    capped,
+    norm,
+    within,
+)
 from fedjax_pfl.types import Array
 
 
@@ -162,10 +169,12 @@ class Tokens(nnx.Module):
             seen = jnp.tril(seen)
         if self.masked:
             seen = seen & (x != 0)[:, None]
-        at = jnp.arange(length)
-        back = at[:, None] - at[None]
-        for block, window in zip(self.blocks, self.windows, strict=True):
-            near = seen if window is None else seen & (back < window)[None]
+        if hasattr(self, "stack"):
+            sizes = [length if size is None else size for size in self.windows]
+            windows = jnp.asarray(sizes) if any(self.windows) else None
+            h = self.stack(h, seen, windows, train, rngs)
+        for block, window in zip(self.blocks, self.windows, strict=False):
+            near = seen if window is None else within(seen, window)
             h = block(h, near, train, rngs)
         if hasattr(self, "norm"):
             h = self.norm(h)

@@ -4,12 +4,14 @@ Axes: L positions, K features, H heads, D features of a head."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.kernels.dense import laid_out
 from fedjax_pfl.kernels.rows import layer_norm, softmax
 from fedjax_pfl.models import layers
@@ -17,6 +19,14 @@ from fedjax_pfl.types import Array
 
 MASKED = -1e9  # a logit of attention, finite where all are masked
 Activation = Callable[[Array], Array]
+# The axis of a weight that several devices divide: outputs of layers that read all
+# features, and inputs of the layers after them, so that between the two nothing moves
+# (Shoeybi et al., Megatron-LM, 2019).
+DIVIDED = {
+    **dict.fromkeys(("embedding", "unembed", "head"), 1),
+    **dict.fromkeys(("qkv", "q", "k", "v", "gate", "inner"), 1),
+    **dict.fromkeys(("out", "outer"), 0),
+}
 
 
 def _gelu(x: Array) -> Array:
@@ -226,3 +236,51 @@ class Block(nnx.Module):
         if self.layout.gated:
             return self.outer(activation(self.gate(h)) * inner)
         return self.outer(activation(inner))
+
+
+class Stack(nnx.Module):
+    """Blocks of one structure with variables stacked on a leading axis [depth]. A scan
+    runs them one after another, so that the compiler sees a single one.
+
+    Attributes:
+      again: the derivative computes each block again, in place of keeping what is
+        inside (rematerialisation).
+    """
+
+    def __init__(self, blocks: Sequence[Block], again: bool):
+        graph, first = nnx.split(blocks[0])
+        states = [first, *(nnx.state(block) for block in blocks[1:])]
+        if len({jax.tree.structure(state) for state in states}) > 1:
+            raise InputError("Stacked blocks must have the same parameters.")
+        whole = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        self.block, self.again = nnx.merge(graph, whole), again
+
+    def __call__(
+        self,
+        h: Array,
+        seen: Array | None = None,
+        windows: Array | None = None,
+        train: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> Array:
+        """Maps h [B, L, K]; windows [depth] are those of `within`."""
+        graph, state = nnx.split(self.block)
+        depth = len(jax.tree.leaves(state)[0])
+        keys = None
+        if train and rngs is not None:
+            keys = jax.random.split(rngs.dropout(), depth)
+
+        def one(h: Array, given: tuple[Any, Array | None, Array | None]) -> Any:
+            state, window, key = given
+            near = seen if seen is None or window is None else within(seen, window)
+            drawn = None if key is None else nnx.Rngs(dropout=key)
+            return nnx.merge(graph, state)(h, near, train, drawn), None
+
+        step = jax.checkpoint(one) if self.again else one
+        return jax.lax.scan(step, h, (state, windows, keys))[0]
+
+
+def within(seen: Array, window: Array | int) -> Array:
+    """Returns which positions see which, [b, L, L], of these up to `window` back."""
+    at = jnp.arange(seen.shape[-1])
+    return seen & (at[:, None] - at[None] < window)[None]

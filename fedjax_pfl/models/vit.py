@@ -105,6 +105,8 @@ class Patches(nnx.Module):
         if hasattr(self, "first_norm"):
             h = self.first_norm(h)
         h = self.drop(h, deterministic=not train or rngs is None, rngs=rngs)
+        if hasattr(self, "stack"):
+            h = self.stack(h, train=train, rngs=rngs)
         for block in self.blocks:
             h = block(h, None, train, rngs)
         h = self.norm(h)
