@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from benchmarks import compiled
+from benchmarks import compiled, language
 from fedjax_pfl.algorithms import ALGORITHMS
 
 PROGRAM = """HloModule jit_round
@@ -51,6 +51,19 @@ def test_parts_of_a_program_and_what_lacks_a_cost(tmp_path):
     assert (step.kind, step.trips, step.cost) == ("local step", 5, 70 + 26)
     assert step.counted == 26
     assert compiled.missing([round, step]) == "sort"
+
+
+def test_loops_within_loops_are_counted_by_their_trips():
+    assert language.cycles(compiled.Costs(PROGRAM, {}, 1e6)) == 9 + 5 * 70
+
+
+def test_collectives_are_counted_in_bytes():
+    text = """  %a = bf16[4,8]{1,0} all-reduce(%x), replica_groups={}
+  %b = f32[2,3]{1,0} all-gather-start(%y), dimensions={0}
+  %c = f32[2,3]{1,0} all-gather-done(%b)
+  %d = f32[5]{0} all-reduce(%z), to_apply=%add
+"""
+    assert language.collectives(text) == {"all-reduce": 64 + 20, "all-gather": 24}
 
 
 def test_products_have_the_shapes_of_their_operands():

@@ -305,6 +305,9 @@ class Cohort:
             segments = slices(self.lengths)
             each = [architectures.rows_of(arrays, g, segments[g]) for g in some]
 
+        # one group of devices that share a base has all clients
+        several = self._mesh is not None and self._mesh.shape[AXIS] > 1
+
         def here(
             federation: Federation, each: list[Any]
         ) -> tuple[list[PyTree], list[PyTree]]:
@@ -314,10 +317,10 @@ class Cohort:
             )
             totals, results, like = (list(part) for part in zip(*blocks, strict=True))
             # all at once: with a sum after each architecture devices would wait
-            totals = totals if self._mesh is None else jax.lax.psum(totals, AXIS)
+            totals = jax.lax.psum(totals, AXIS) if several else totals
             return optax.tree.cast_like(totals, like), results
 
-        if self._mesh is None:
+        if not several:
             totals, results = here(self._federation, each)
         else:
             # check_vma would refuse loops that start from the server's state, which
@@ -327,6 +330,8 @@ class Cohort:
                 mesh=self._mesh,
                 in_specs=(P(), P(AXIS)),
                 out_specs=(P(), P(AXIS)),
+                # products with a divided base are the partitioner's
+                axis_names={AXIS},
                 check_vma=False,
             )
             totals, results = without_mesh(spread(self._federation, each))

@@ -81,19 +81,25 @@ def _whole(x: Any) -> Any:
 
 def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     """Copies a tree, the same in all processes, to every device of the mesh."""
+    if several():
+        _meet(mesh)
     everywhere = NamedSharding(mesh, P())
-    if not several():
-        return jax.device_put(tree, everywhere)
-    _meet(mesh)
+    return place(tree, jax.tree.map(lambda _: everywhere, tree))
 
-    def put(x: Any) -> jax.Array:
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Copies the leaves of a tree, the same in all processes, to where they belong."""
+    if not several():
+        return jax.device_put(tree, shardings)
+
+    def put(x: Any, where: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = put(jax.random.key_data(x))
+            data = put(jax.random.key_data(x), where)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, everywhere, lambda _: x)
+        return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
 
-    return jax.tree.map(put, tree)
+    return jax.tree.map(put, tree, shardings)
 
 
 def _meet(mesh: Mesh) -> None:

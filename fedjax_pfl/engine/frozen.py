@@ -4,8 +4,12 @@ They are neither constants of the program nor in a state: every device has one c
 all clients, which methods reach through the models they are given.
 """
 
-import jax
+from collections.abc import Sequence
 
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from fedjax_pfl.engine.placement import BASE
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, Model, Task
 
@@ -17,6 +21,52 @@ def values(task: Task) -> tuple[Array, ...]:
     for frozen in filter(None, (model.frozen for model in _models(task))):
         found |= {id(x): x for x in jax.tree.leaves(frozen.values)}
     return tuple(found.values())
+
+
+def places(task: Task, mesh: Mesh) -> tuple[NamedSharding, ...]:
+    """Returns where each of `values` lies: divided over the devices that share a base,
+    or whole on each, where they do not divide its axis."""
+    return tuple(
+        NamedSharding(mesh, P() if axis is None else P(*[None] * axis, BASE))
+        for _, axis in _divided(task, mesh.shape.get(BASE, 1))
+    )
+
+
+def least_devices(task: Task, width: int, devices: int, room: int | None) -> int:
+    """Returns the least number of devices, a divisor of `devices`, that hold the frozen
+    variables together; all where even these do not.
+
+    With four times the trained variables of `width` clients (themselves, gradients,
+    optimizer and upload) each may fill half of its memory.
+
+    Args:
+      room: bytes of a device's memory; None: as many as are needed.
+    """
+    shapes = [jax.eval_shape(model.init, jax.random.key(0)) for model in task.models]
+    trained = 4 * width * max(_bytes(jax.tree.leaves(tree)) for tree in shapes)
+    counts = [n for n in range(1, devices + 1) if devices % n == 0]
+    for base in counts:
+        parts = _divided(task, base)
+        share = sum(_bytes([x]) // (1 if at is None else base) for x, at in parts)
+        if room is None or share + trained <= room // 2:
+            return base
+    return devices
+
+
+def _bytes(arrays: Sequence[Array]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _divided(task: Task, base: int) -> list[tuple[Array, int | None]]:
+    """Returns each of `values` with the axis that `base` devices divide, None: it is
+    whole on each."""
+    found: dict[int, tuple[Array, int | None]] = {}
+    for frozen in filter(None, (model.frozen for model in _models(task))):
+        pairs = zip(*map(jax.tree.leaves, (frozen.values, frozen.axes)), strict=True)
+        for x, axis in pairs:
+            whole = base == 1 or axis < 0 or x.shape[axis] % base
+            found[id(x)] = x, None if whole else axis
+    return list(found.values())
 
 
 def bind(task: Task, given: tuple[Array, ...] | None) -> Task:

@@ -29,8 +29,16 @@ def of(executables: list[Any], devices: int = 1) -> Memory:
     peak = max(map(account, executables), default=None)
     if jax.default_backend() == "cpu":
         return Memory(peak and peak * devices, host_total())
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return Memory(peak, stats.get("bytes_limit"))
+    return Memory(peak, per_device())
+
+
+def per_device() -> int | None:
+    """Returns the bytes of memory of one of this process's devices; those of a CPU
+    share the machine's."""
+    if jax.default_backend() == "cpu":
+        total = host_total()
+        return total and total // jax.local_device_count()
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def host_total() -> int | None:

@@ -19,6 +19,7 @@ from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.types import Array, PyTree, RunState, Task
 
 AXIS = "clients"  # of the mesh
+BASE = "base"  # its other axis: devices that share one copy of the frozen variables
 
 
 class Placement(NamedTuple):
@@ -51,13 +52,17 @@ def take(devices: int) -> list[jax.Device]:
     ]
 
 
-def make_mesh(devices: int) -> Mesh | None:
-    """Returns a mesh of several devices; a single one needs none (each of several
-    processes then computes everything)."""
-    if devices == 1:
+def make_mesh(groups: int, base: int = 1) -> Mesh | None:
+    """Returns a mesh of several devices, [groups] or [groups, base]; a single one needs
+    none (each of several processes then computes everything)."""
+    if groups * base == 1:
         return None
+    sizes = {AXIS: groups} if base == 1 else {AXIS: groups, BASE: base}
     return jax.make_mesh(
-        (devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=take(devices)
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=take(groups * base),
     )
 
 
@@ -199,15 +204,18 @@ class Layout(NamedTuple):
 
     lengths: tuple[int, ...]  # per architecture, padding included, as Task.models
     width: int = 1  # clients per vmapped batch on each device
-    devices: int = 1
+    devices: int = 1  # each with its clients; groups of devices with a shared base
     mesh: Mesh | None = None  # of several devices
     placement: Placement | None = None
 
 
-def lay_out(task: Task, width: int = 1, devices: int = 1) -> Layout:
-    """Returns the layout of a task's rounds."""
-    lengths = segments(task, max(task.cohort_sizes), devices)
-    return Layout(lengths, width, devices, make_mesh(devices), placement(task, devices))
+def lay_out(task: Task, width: int = 1, devices: int = 1, base: int = 1) -> Layout:
+    """Returns the layout of a task's rounds; `base` devices share the frozen variables
+    and their clients."""
+    groups = devices // base
+    lengths = segments(task, max(task.cohort_sizes), groups)
+    mesh = make_mesh(groups, base)
+    return Layout(lengths, width, groups, mesh, placement(task, groups))
 
 
 class StateRows:

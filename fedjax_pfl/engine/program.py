@@ -116,17 +116,21 @@ def program(
         each round, and no function can be traced.
       clock: None: synchronous rounds; else `asynchronous.Arrivals`.
       checked: traces one round on shapes alone, to find a method's mistakes early.
-      options: `lr_decay`, `uploads` and `server`, as in `set_up`.
+      options: `lr_decay`, `uploads` and `server`, as in `set_up`; `base_devices`
+        (default 1) of the devices share one copy of the frozen variables and train the
+        same clients together.
 
     Raises:
       InputError: an unknown hyperparameter, a value out of range, too many devices, a
         method that breaks the contract, or a storage or clock that it cannot have.
     """
+    base = options.pop("base_devices", 1)
     setting = set_up(factory, task, hparams, **options)
     if clock is not None:
         setting = setting._replace(task=clock.task(setting.task))
-    validate.layout(setting.lr_decay, width, devices, storage)
-    on = parts(setting, lay_out(setting.task, width, devices), clock)
+    task = setting.task
+    validate.layout(task, setting.lr_decay, width, devices, base, storage)
+    on = parts(setting, lay_out(task, width, devices, base), clock)
     found = from_parts(on, setting)
     if checked:
         functions = found.init, found.round, found.evaluate

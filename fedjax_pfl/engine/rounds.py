@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
-from fedjax_pfl.engine import distributed, divergence, memory, validate
+from fedjax_pfl.engine import distributed, divergence, frozen, memory, validate
 from fedjax_pfl.engine.memory import Memory
 from fedjax_pfl.engine.parts import Round
 from fedjax_pfl.engine.program import Program
@@ -100,7 +100,12 @@ def _context(program: Program, key: Array, federation: Federation) -> Context:
     context = program.context(key, federation)
     if program.mesh is None:
         return context
-    key, traced, federation = distributed.replicate(context[:3], program.mesh)
+    held = context.federation.frozen
+    given = *context[:2], context.federation._replace(frozen=None)
+    key, traced, federation = distributed.replicate(given, program.mesh)
+    if held is not None and program.task is not None:
+        where = frozen.places(program.task, program.mesh)
+        federation = federation._replace(frozen=distributed.place(held, where))
     return Context(key, traced, federation, context.t)
 
 

@@ -13,7 +13,7 @@ import optax
 from fedjax_pfl import hyperparameters, local_training, user_code
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
-from fedjax_pfl.engine import contract
+from fedjax_pfl.engine import contract, frozen
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
 from fedjax_pfl.evaluation import METRICS, PERPLEXITY
 from fedjax_pfl.models.nnx_model import BN_STATS
@@ -217,11 +217,20 @@ def method(
     return found
 
 
-def layout(lr_decay: Any, width: Any, devices: Any, storage: Any) -> None:
+def layout(
+    task: Task, lr_decay: Any, width: Any, devices: Any, base: Any, storage: Any
+) -> None:
     """Raises InputError for a decay, a layout or a storage out of range."""
     check("lr_decay", lr_decay, 0, math.inf, open_low=True)
     check("width", width, 1, LARGEST, whole=True)
     check("devices", devices, 1, LARGEST, whole=True)
+    check("base_devices", base, 1, LARGEST, whole=True)
+    if devices % base:
+        raise InputError(
+            f"`devices` must be a multiple of base_devices={base}, got {devices}."
+        )
+    if base > 1 and not frozen.values(task):
+        raise InputError("`base_devices` needs models with frozen variables.")
     choose("storage", storage, ("device", "host"))
 
 

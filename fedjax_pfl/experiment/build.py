@@ -35,6 +35,8 @@ from fedjax_pfl.data.sources import registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
+    frozen,
+    memory,
     placement,
     program as engine,
     unseen,
@@ -392,7 +394,8 @@ def make_program(
     options: dict[str, Any] = {"lr_decay": config.lr_decay, "checked": laid_out}
     options |= upload_options.options(config.uploads, config.server, task)
     if laid_out:
-        options |= {"width": int(config.width), "devices": int(config.devices)}
+        layout = ("width", "devices", "base_devices")
+        options |= {name: int(getattr(config, name)) for name in layout}
         options |= {"storage": config.client_memory}
     rule = rule_of(config.server)
     if rule is not None and schedule is not None:
@@ -460,15 +463,23 @@ def unseen_scorer(e: Experiment, others: Unseen) -> Any:
 
 
 def lay_out(run: groups.Run, task: Task) -> dict[str, str]:
-    """Returns devices and width, chosen for "auto"."""
+    """Returns devices, those that share a base, and width, chosen for "auto"."""
     cohort, processes = max(task.cohort_sizes), jax.process_count()
-    devices = -(-min(jax.device_count(), cohort) // processes) * processes
-    if run.devices not in ("auto", "all"):
-        devices = len(placement.take(int(run.devices)))
-    width = automatic_width(task, cohort, devices)
-    if run.width != "auto":
-        width = min(int(run.width), -(-cohort // devices))
-    return {"devices": str(devices), "width": str(width)}
+    free = run.devices in ("auto", "all")
+    devices = jax.device_count() if free else len(placement.take(int(run.devices)))
+    width = None if run.width == "auto" else int(run.width)
+    if run.base_devices == "auto":
+        least = width or automatic_width(task, cohort, devices)
+        base = frozen.least_devices(task, least, devices, memory.per_device())
+    else:
+        base = int(run.base_devices)
+    groups = max(1, devices // base)
+    if free:
+        groups = -(-min(groups, cohort) // processes) * processes
+        devices = groups * base
+    each = -(-cohort // groups)
+    width = min(width or automatic_width(task, cohort, groups), each)
+    return {"devices": str(devices), "base_devices": str(base), "width": str(width)}
 
 
 def divided(
@@ -548,6 +559,8 @@ def network(model: groups.Model, dataset: datasets.Dataset, name: str) -> Model:
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
     }
+    if model.adapt is not None:
+        options |= {"base_dtype": model.base_dtype, "blocks": model.blocks}
     if not user_code.named(name):
         return _known(*given, **options)
     with user_code.blamed("model", name):

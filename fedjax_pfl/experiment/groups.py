@@ -247,6 +247,16 @@ class Model(Group):
         "of Hugging Face",
         needs="adapt",
     )
+    base_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype in which the frozen network is held", needs="adapt"
+    )
+    blocks: Literal["unrolled", "scanned", "rematerialised"] = setting(
+        "unrolled",
+        "transformer blocks of the frozen network; scanned ones are compiled once, "
+        "rematerialised ones need less memory",
+        needs="adapt",
+        free=True,
+    )
     feature_cache: Literal["float32", "bfloat16"] | None = setting(
         None,
         "compute the features of --adapt=head once, and store them in this dtype",
@@ -476,6 +486,13 @@ class Run(Group):
     )
     width: str = setting("auto", "clients per vmapped batch on each device", free=True)
     devices: str = setting("auto", "devices to use: a number, all or auto", free=True)
+    base_devices: str = setting(
+        "1",
+        "devices that share one copy of the frozen network of --adapt: a number, or "
+        "auto, the least whose memory holds it",
+        needs="adapt",
+        free=True,
+    )
     client_memory: Literal["device", "host"] = setting(
         "device", "memory of the clients' state between rounds", free=True
     )
@@ -484,7 +501,7 @@ class Run(Group):
 
     def check(self) -> None:
         """Raises InputError for numbers that are none."""
-        for name in ("width", "devices"):
+        for name in ("width", "devices", "base_devices"):
             value = getattr(self, name)
             if value != "auto" and (name, value) != ("devices", "all"):
                 number = hyperparameters.parse(int, name, value)

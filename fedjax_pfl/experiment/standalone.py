@@ -126,7 +126,8 @@ def trained(path: str | Path) -> Trained:
     with np.load(folder / "partition.npz") as arrays:
         counts, sizes = arrays["class_counts"], arrays["train_sizes"]
     config = config.replace(
-        **{"devices": "1", "client_memory": "device", "feature_cache": None},
+        **dict.fromkeys(("devices", "base_devices"), "1"),
+        **{"client_memory": "device", "feature_cache": None},
         **{"model": ",".join(facts["networks"])} if facts["networks"] else {},
         # of a synchronous run they are read for reports alone
         **{} if config.asynchronous else {"speeds": None, "bandwidths": None},
