@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from jax.experimental import topologies
 
-from benchmarks import report, setting
+from benchmarks import language, report, setting
 from benchmarks.compiled import Costs, Part, bundles, missing
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
@@ -95,14 +95,20 @@ def prepared(target: Target) -> Iterator[tuple[jax.sharding.Sharding, Path]]:
 
 
 def _device(target: Target) -> Any:
+    return devices(target)[0]
+
+
+def devices(target: Target, count: int = 1) -> list[Any]:
+    """Returns devices of the target, of a TPU up to 16."""
     if target.platform == "tpu":
-        options: dict[str, Any] = {"topology_name": target.topology}
+        topology = target.topology if count <= 4 else f"{FLAGS.target}:4x4"
+        options: dict[str, Any] = {"topology_name": topology}
     else:
         description = Path(__file__).parent / "targets" / target.topology
-        options = {"topology_name": "", "topology": "1x1x1"}
+        options = {"topology_name": "", "topology": f"1x1x{count}"}
         options["target_config"] = description.read_text()
     found = topologies.get_topology_desc(platform=target.platform, **options)
-    return found.devices[0]
+    return list(found.devices)
 
 
 def lower(
@@ -230,21 +236,74 @@ def estimate(
     return row(target, model, task, width, result)
 
 
+LANGUAGE = ("model", "clients x base", "width", "tokens", "step ms", "of the peak")
+LANGUAGE += ("arguments GiB", "temporaries GiB", "collectives MB", "compile s")
+
+
+def language_row(target: Target, where: Path, model: str) -> tuple:
+    """Compiles the round of a language model over devices; returns its row.
+
+    A step is of `width` clients with one text each on a group of devices.
+    """
+    count, base = FLAGS.devices, FLAGS.base_devices
+    width, length = FLAGS.width or 4, FLAGS.length
+    groups = count // base
+    clients = FLAGS.clients or 2 * width * groups
+    layout = {"width": width, "devices": count, "base_devices": base}
+    begin = time.time()
+    kind = "tpu" if target.platform == "tpu" else "gpu"
+    with on(kind), language.devices(devices(target, count)):
+        made = language.program(
+            model, FLAGS.algo, clients=clients, length=length, **layout
+        )
+        compiled = language.lower(made).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    costs = Costs(text, bundles(where), target.bandwidth / target.units)
+    steps = -(-clients // groups) // width
+    seconds = language.cycles(costs) / target.units / steps
+    least = width * language.products(model, length) / base / target.flops
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    moved = language.collectives(text)
+    result = Result(costs.parts, *sizes, time.time() - begin)
+    if FLAGS.top:
+        show(target, result, FLAGS.top)
+    return (
+        model,
+        f"{groups} x {base}",
+        str(width),
+        str(length),
+        f"{seconds * 1e3:,.0f}",
+        f"{least / seconds:.0%}",
+        *(f"{x / 2**30:.2f}" for x in sizes),
+        ", ".join(f"{kind} {x / 1e6:,.0f}" for kind, x in sorted(moved.items())),
+        f"{result.seconds:.0f}",
+    )
+
+
 def main(argv: list[str]) -> None:
     """Compiles the rounds that the flags ask for and prints their costs."""
     del argv
     jax.config.update("jax_platforms", "cpu")
     target, rows = TARGETS[FLAGS.target], [COLUMNS]
+    if FLAGS.devices > 4:
+        os.environ["TPU_ACCELERATOR_TYPE"] = f"v5litepod-{FLAGS.devices}"
     with prepared(target) as where:
-        for model in FLAGS.model or MODELS:
-            rows.append(estimate(target, where, model))
+        if spoken := [model for model in FLAGS.model if model in language.MODELS]:
+            rows = [LANGUAGE]
+            rows += [language_row(target, where[1], model) for model in spoken]
+        else:
+            rows += [estimate(target, where, x) for x in FLAGS.model or MODELS]
     print(f"{FLAGS.target}, {FLAGS.algo}: estimates of the compiler, nothing measured")
     print(report.table(rows))
 
 
 if __name__ == "__main__":
     flags.DEFINE_enum("target", "v5e", list(TARGETS), "device to compile for")
-    flags.DEFINE_multi_enum("model", [], MODELS, "networks; all unless given")
+    known = [*MODELS, *language.MODELS]
+    flags.DEFINE_multi_enum("model", [], known, "networks; all small unless given")
+    flags.DEFINE_integer("devices", 16, "devices of a language model", lower_bound=2)
+    flags.DEFINE_integer("base_devices", 4, "of them share its base", lower_bound=1)
+    flags.DEFINE_integer("length", 512, "tokens of a text", lower_bound=2)
     flags.DEFINE_string("algo", "fedavg", "method")
     flags.DEFINE_integer("width", None, "clients at once; auto", lower_bound=1)
     flags.DEFINE_integer("clients", None, "clients of the round; 20, or the width")
