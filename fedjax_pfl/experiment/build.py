@@ -92,7 +92,9 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if private:
         inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
-        dataset = inputs.vocabulary(config.data, dataset, partition, folders, private)
+        base = base_of(config.base)[1] if config.base else None
+        given = config.data, dataset, partition, folders, private
+        dataset = inputs.vocabulary(*given, base)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     prepared = inputs.preparation_of(config.data, dataset, folders)
@@ -586,7 +588,7 @@ def _made(
     if adapt is None:
         return nnx_model.model(name, shape, num_classes, **options)
     factory: Factory | str = name
-    variables = None if base is None else base_variables(base)
+    variables = None if base is None else base_of(base)[0]
     if folder is not None:
         found = pretrained.load(folder)
         factory = found.factory
@@ -599,17 +601,19 @@ _known = functools.cache(_made)  # one trace for all runs of a sweep
 
 
 @functools.cache  # one copy for all networks
-def base_variables(path: str) -> PyTree:
-    """Returns the variables of the model that the clients of a finished run shared.
+def base_of(path: str) -> tuple[PyTree, datasets.Dataset]:
+    """Returns the variables of the model that the clients of a finished run shared, and
+    the run's data set.
 
     Raises:
       InputError: the run has no checkpoint, or its clients shared no body.
     """
-    server = restored(path)[2].method.server
+    e, _, state = restored(path)
+    server = state.method.server
     if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
         raise InputError(f"--base={path} has no model that its clients shared.")
     parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
-    return jax.tree.map(jnp.asarray, parts)
+    return jax.tree.map(jnp.asarray, parts), e.dataset
 
 
 def rebuilt(path: str | Path) -> Experiment:
@@ -683,7 +687,7 @@ def digests(e: Experiment) -> dict[str, str]:
     code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
     # features differ in their last bits between devices
     data = e.unmarked if c.feature_cache else e.dataset
-    base = jax.tree.leaves(base_variables(c.base)) if c.base else []
+    base = jax.tree.leaves(base_of(c.base)[0]) if c.base else []
     weights = " ".join(map(pretrained.digest, pretrained.folders(c.model.name)))
     noise = None
     if c.dp_epsilon is not None:

@@ -80,13 +80,17 @@ def vocabulary(
     trained: Partition,
     folders: Sequence[str],
     private: bool,
+    base: Dataset | None = None,
 ) -> Dataset:
     """Returns a data set of tokens with its final vocabulary.
 
     Args:
       folders: of pretrained networks; the vocabulary is that of the first.
       private: the vocabulary of a tokenizer.json is taken whole.
+      base: the data set of the run whose network is adapted.
     """
+    if base is not None:
+        return text.like(dataset, base)
     if folders:
         return text.using(dataset, pretrained.words(folders[0]))
     if data.prepare not in (None, FIXED):

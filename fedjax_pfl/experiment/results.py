@@ -308,14 +308,17 @@ def labels(runs: Sequence[Run], of: str = "both") -> dict[str, str]:
     Args:
       of: "method" leaves out the settings of the data, "data" the method.
     """
-    known = {str(run.path): settings(run.config) for run in runs}
+    usual = settings(Config().flat())
+    known = {str(run.path): usual | settings(run.config) for run in runs}
     skipped = {"algo", "preset", "seed", "eval_every", *FREE}
-    table, result = pd.DataFrame(known).T.astype(str), {}
+    # pandas would take None in a column of text as no value
+    texts = {path: {n: str(x) for n, x in own.items()} for path, own in known.items()}
+    table, result = pd.DataFrame(texts).T, {}
     for path, own in known.items():
         parts = {"method": user_code.short(own["algo"])}
         same = table[table["algo"] == own["algo"]]
         for name in (x for x in own if x not in skipped and own[x] is not None):
-            if (table if name in DATA else same)[name].nunique() > 1:
+            if (table if name in DATA else same)[name].nunique(dropna=False) > 1:
                 parts[name] = f"{name.removeprefix('hparams.')}={own[name]}"
         if of != "both":
             parts = {n: x for n, x in parts.items() if (n in DATA) == (of == "data")}

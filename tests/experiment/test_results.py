@@ -64,6 +64,12 @@ def test_labels_name_what_differs(tmp_path):
     ]
     found = list(results.labels(runs).values())
     assert found == ["ditto, lam=0.5", "ditto, lam=2.0", "local"]
+    more = [
+        made.run(tmp_path / "e", "ditto", adapt="lora:4"),
+        made.run(tmp_path / "f", "ditto"),
+    ]
+    found = list(results.labels(more).values())
+    assert found == ["ditto, adapt=lora:4", "ditto"]
     other = made.run(tmp_path / "d", "local", lr=0.1, dataset="synthetic")
     assert (
         results.labels([*runs[2:], other])[str(other.path)]
