@@ -214,6 +214,8 @@ def test_epsilon_is_the_accountants():
     assert 0.7 * bound < whole(10, noise=20.0).epsilon <= bound
     assert whole(10, noise=0.0).epsilon == math.inf
     assert whole(0, noise=0.0).epsilon == 0
+    with pytest.raises(InputError, match="cannot be reached with delta 1e-09"):
+        privacy.noise_for(0.01, task, 10, delta=1e-9)
     noise = privacy.noise_for(2.0, task, 10, delta=1e-5)
     assert 1.99 < whole(10, noise=noise).epsilon <= 2
     # MNIST in the tutorial of TensorFlow Privacy: 1.18 by an older conversion

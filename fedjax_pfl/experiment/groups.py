@@ -431,7 +431,10 @@ class Uploads(Group):
         if self.dp is None:
             return
         if (self.dp_noise is None) == (self.dp_epsilon is None):
-            raise InputError("--dp needs one of --dp_noise and --dp_epsilon.")
+            got = "neither" if self.dp_noise is None else "both"
+            raise InputError(
+                f"--dp needs one of --dp_noise and --dp_epsilon, got {got}."
+            )
         if self.dp == "example" and self.dp_epsilon is not None:
             raise InputError("--dp=example needs --dp_noise in place of --dp_epsilon.")
 

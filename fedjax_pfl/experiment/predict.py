@@ -125,9 +125,22 @@ def _of_rows(path: str, e: Trained) -> Given:
     given = [str(x) for x in frame["text"]] if texts else frame
     labels = None
     if "label" in frame and e.task.label.dtype == np.int32:
-        labels = frame["label"].tolist()
+        labels = _labels(path, frame["label"], e.classes)
     owners = frame[column].astype(str).tolist() if column in frame else None
     return Given(e.inputs(given), list(range(1, len(frame) + 1)), labels, owners)
+
+
+def _labels(path: str, cells: Any, classes: Sequence[str] | None) -> list[Any]:
+    """Returns labels of rows, whole numbers as such: a file has 1.0 for 1 where labels
+    were floats."""
+    texts = cells.astype(str).str.strip()
+    missing = np.flatnonzero(cells.isna() | (texts == ""))
+    if len(missing):
+        raise InputError(f"{path}: label of row {missing[0] + 1} is missing.")
+    numbers = pd.to_numeric(cells, errors="coerce")
+    if set(texts) <= set(classes or ()) or not (numbers % 1 == 0).all():
+        return list(cells.tolist())
+    return list(numbers.astype(int).tolist())
 
 
 def scores(

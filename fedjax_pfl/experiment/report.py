@@ -84,7 +84,10 @@ def tables(
     if test is not None:
         tested, p = significance.tables(runs, wanted, choose("test", test, TESTS))
         shown = shown.assign(p=shown.index.map(p).fillna("")) if p else shown
-    found = {f"{metrics.label(headline[0])} after {when}": _chosen(shown, columns)}
+    chosen = _chosen(shown, columns)
+    if "p" in shown:  # a test that was asked for is shown with any columns
+        chosen = chosen.assign(p=shown["p"])
+    found = {f"{metrics.label(headline[0])} after {when}": chosen}
     if table["label"].nunique() == 1:
         found[OVER_CLIENTS] = results.statistics(rows, headline)
     if levels:

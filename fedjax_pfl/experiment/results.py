@@ -450,7 +450,7 @@ def number(value: float) -> str:
 def comparison(
     runs: Sequence[Run], rows: pd.DataFrame, cost: bool = False
 ) -> pd.DataFrame:
-    """Returns a table of text: a row per label, the best first.
+    """Returns a table of text: a row per label, the best before local training first.
 
     Columns: mean over clients before and after local training and of the worst tenth,
     the share of clients above Local where there is a run of Local, the paper's score
@@ -484,7 +484,9 @@ def comparison(
             found[ABOVE] = metrics.text("acc", float(np.mean(gains))) if gains else ""
             found |= _published(seeds, label, run) | _totals(of, run, cost)
         cells[label] = found
-        means[label] = of.loc[of["score"] == name, "macro"].mean()
+        scored = of[of["score"] == name]
+        before = scored[scored["point"] == "pre"]
+        means[label] = (scored if before.empty else before)["macro"].mean()
     order = sorted(cells, key=means.__getitem__, reverse=better == "max")
     result = pd.DataFrame(cells).T.loc[order].fillna("")
     return result.loc[:, (result != "").any()].rename_axis("method")

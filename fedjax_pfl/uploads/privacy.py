@@ -33,6 +33,7 @@ class Program(Protocol):
 
 
 SAMPLINGS = ("fixed", "poisson")
+MOST_NOISE = 2.0**14  # that is tried for an epsilon
 # of the number of clipped clients, in clients of the cohort (Andrew et al., 3.1)
 COUNT_NOISE = 1 / 20
 
@@ -275,6 +276,11 @@ def _least_noise(
     high = 1.0
     while not enough(high):
         high *= 2
+        if high > MOST_NOISE:
+            raise InputError(
+                f"An epsilon of {target:g} cannot be reached with delta {delta:.2g}: "
+                "more noise does not lower it."
+            )
     low = 0.0
     while high - low > 1e-3:
         middle = (low + high) / 2

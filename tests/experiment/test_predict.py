@@ -110,6 +110,14 @@ def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
     own = every[every["client"] == 2].set_index("row")["0"]
     np.testing.assert_array_equal(own, found.set_index("row").loc[own.index, "0"])
     assert predicted(*given, "--client=global") == 0
+    as_floats = rows.assign(label=rows.label.astype(float))
+    as_floats.to_csv(tmp_path / "new.csv", index=False)
+    assert predicted(*given, "--client=2") == 0
+    assert f"accuracy {100 * right:.1f} % of 60" in capsys.readouterr().out
+    as_floats.loc[3, "label"] = np.nan
+    as_floats.to_csv(tmp_path / "new.csv", index=False)
+    assert predicted(*given, "--client=2") == 2
+    assert "label of row 4 is missing" in capsys.readouterr().err
     rows.drop(columns=["site", "label"]).to_csv(tmp_path / "new.csv", index=False)
     assert predicted(*given, "--client=all") == 0
     every = pd.read_csv(out)
