@@ -259,11 +259,19 @@ def predictions(
         if given.owners is not None:
             owners, names = np.array(given.owners), sorted(set(given.owners))
             chosen = {name: np.flatnonzero(owners == name) for name in names}
-    parts = []
+    parts, away = [], (e.config.unseen or "").removeprefix("names:").split(",")
     for name, at in chosen.items():
+        if name in away and name not in e.names:
+            raise InputError(
+                f"{name} did not train: give --client={name} --train=FILE, its "
+                "labelled rows, or --client=global."
+            )
         name = e.names[clients.index(e.names, name)]
         parts.append(_frame(e, run.predictor(name), given, at, name, how))
-    return pd.concat(parts)
+    order = np.concatenate(list(chosen.values()))
+    once = np.array_equal(np.sort(order), everything)
+    found = pd.concat(parts)
+    return found.iloc[np.argsort(order)] if once else found
 
 
 def _frame(

@@ -155,7 +155,7 @@ def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
     with pd.option_context("display.max_colwidth", None):
         html = {t: results.render(x, "html") for t, x in shown.items() if x.size}
     return template.render(
-        title=", ".join(dict.fromkeys(names.values())),
+        title="; ".join(dict.fromkeys(names.values())),
         head=head(runs),
         tables={title: Markup(table) for title, table in html.items()},
         figures=drawn,

@@ -21,6 +21,7 @@ from fedjax_pfl.experiment import (
     metrics,
     results,
     text,
+    upload_options,
     warm_start,
 )
 from fedjax_pfl.experiment.build import build, num_parameters
@@ -342,7 +343,10 @@ def describe(e: Experiment, directories: Sequence[RunDirectory]) -> str:
     preset = f", preset {c.preset}" if c.preset else ""
     private = ""
     if c.dp is not None:
-        private = f"\n{metrics.guarantee(e, c.rounds)} after all rounds"
+        noise = upload_options.noise_of(c.uploads, c.rounds, e.task)
+        private = (
+            f"\n{metrics.guarantee(e, c.rounds)} after all rounds, noise {noise:g}"
+        )
     work = text.plural(c.epochs or c.steps or 0, "epoch" if c.epochs else "step")
     return (
         f"{c.algo} on {c.dataset}{part}{preset}: "

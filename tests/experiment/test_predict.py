@@ -105,7 +105,8 @@ def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
     right = (found["class"] == rows.label).mean()
     assert f"accuracy {100 * right:.1f} % of 60" in capsys.readouterr().out
     assert predicted(*given, "--client=all") == 0
-    every = pd.read_csv(out).sort_values("row")
+    every = pd.read_csv(out)
+    assert every["row"].tolist() == list(range(1, 61))
     assert every["client"].tolist() == rows.site.tolist()
     own = every[every["client"] == 2].set_index("row")["0"]
     np.testing.assert_array_equal(own, found.set_index("row").loc[own.index, "0"])
@@ -242,6 +243,7 @@ def test_a_held_out_client_predicts_after_its_own_training(tmp_path, capsys):
     found = pd.read_csv(tmp_path / "run" / "predictions.csv")
     np.testing.assert_allclose((found["class"] == found["label"]).mean(), wanted[0])
     assert predicted(*argv) == 2
+    assert "1 did not train: give --client=1 --train=FILE" in capsys.readouterr().err
     train = f"--train={tmp_path / 'train.csv'}"
     assert predicted(tmp_path / "run", "--client=0", *argv[2:], train) == 2
     assert "needs a client that did not train" in capsys.readouterr().err
