@@ -24,7 +24,7 @@ def values(task: Task) -> tuple[Array, ...]:
 
 
 def places(task: Task, mesh: Mesh) -> tuple[NamedSharding, ...]:
-    """Returns where each of `values` lies: divided over the devices that share a base,
+    """Returns the place of each of `values`: divided over the devices that share a base,
     or whole on each, where they do not divide its axis."""
     return tuple(
         NamedSharding(mesh, P() if axis is None else P(*[None] * axis, BASE))

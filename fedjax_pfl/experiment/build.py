@@ -93,8 +93,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
         base = base_of(config.base)[1] if config.base else None
-        given = config.data, dataset, partition, folders, private
-        dataset = inputs.vocabulary(*given, base)
+        known = config.data, dataset, partition, folders, private
+        dataset = inputs.vocabulary(*known, base)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     prepared = inputs.preparation_of(config.data, dataset, folders)
