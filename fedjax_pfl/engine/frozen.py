@@ -24,8 +24,8 @@ def values(task: Task) -> tuple[Array, ...]:
 
 
 def places(task: Task, mesh: Mesh) -> tuple[NamedSharding, ...]:
-    """Returns the place of each of `values`: divided over the devices that share a base,
-    or whole on each, where they do not divide its axis."""
+    """Returns the place of each of `values`: divided over the devices that share a
+    base, or whole on each, where they do not divide its axis."""
     return tuple(
         NamedSharding(mesh, P() if axis is None else P(*[None] * axis, BASE))
         for _, axis in _divided(task, mesh.shape.get(BASE, 1))
