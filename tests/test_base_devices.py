@@ -141,3 +141,18 @@ def test_what_cannot_be_shared_is_refused():
         simulate.program("fedavg", task(), devices=6, base_devices=4)
     with pytest.raises(InputError, match="frozen variables"):
         simulate.program("fedavg", toy.task(), devices=2, base_devices=2)
+
+
+def test_the_least_devices_that_hold_a_base():
+    held = frozen.values(task())
+    whole, parts = (sum(x.nbytes for x in held if x.ndim == n) for n in (1, 2))
+    trained = (
+        4
+        * 2
+        * sum(x.size * 4 for x in jax.tree.leaves(jax.eval_shape(network().init, KEY)))
+    )
+    rooms = {n: 2 * (whole + parts // n + trained) for n in (1, 2, 4)}
+    for n, room in rooms.items():
+        assert frozen.least_devices(task(), 2, 8, room) == n
+    assert frozen.least_devices(task(), 2, 8, rooms[4] // 4) == 8
+    assert frozen.least_devices(task(), 2, 8, None) == 1

@@ -429,3 +429,18 @@ def test_speakers_of_real_plays():
     assert len(set(data.columns["speaker"])) > 1000
     inside = data.x[:, 1:] > 0
     assert np.array_equal(data.x[:, 1:][inside], data.y[:, :-1][inside])
+
+
+def test_texts_take_the_vocabulary_and_the_length_of_a_base():
+    def texts(words, *rows):
+        x = np.array(rows, np.int32)
+        prepare, y = datasets.prepare_integers, np.zeros(len(x), np.int32)
+        return datasets.Dataset("t", x, y, len(x), 2, prepare, words=words)
+
+    base = texts(("", "?", "good", "bad"), (2, 3, 2))
+    found = text.like(texts(("", "?", "bad", "new"), (2, 3)), base)
+    assert found.words == base.words and found.x.tolist() == [[3, 1, 0]]
+    with pytest.raises(InputError, match="give --max_length=3"):
+        text.like(texts(("", "?", "bad"), (2, 2, 2, 2)), base)
+    with pytest.raises(InputError, match="needs a base of texts"):
+        text.like(base, base._replace(words=None))

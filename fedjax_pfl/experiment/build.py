@@ -619,7 +619,7 @@ def base_of(path: str) -> tuple[PyTree, datasets.Dataset]:
 def rebuilt(path: str | Path) -> Experiment:
     """Returns the experiment of a run directory, on one device."""
     config = settings.read(Path(path).expanduser() / "config.json")
-    return build(config.replace(devices="1", client_memory="device"))
+    return build(config.replace(**groups.ONE_DEVICE, client_memory="device"))
 
 
 def restored(path: str | Path) -> tuple[Experiment, int, RunState]:

@@ -255,7 +255,6 @@ class Model(Group):
         "transformer blocks of the frozen network; scanned ones are compiled once, "
         "rematerialised ones need less memory",
         needs="adapt",
-        free=True,
     )
     feature_cache: Literal["float32", "bfloat16"] | None = setting(
         None,
@@ -473,6 +472,9 @@ class Evaluation(Group):
             raise InputError(f"--watch={self.watch} must be val/SCORE, as val/auc.")
         for name in self.metrics.split(","):
             choose("metric", name, ("acc", *METRICS, PERPLEXITY))
+
+
+ONE_DEVICE = {"devices": "1", "base_devices": "1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

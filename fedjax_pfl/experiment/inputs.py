@@ -89,7 +89,7 @@ def vocabulary(
       private: the vocabulary of a tokenizer.json is taken whole.
       base: the data set of the run whose network is adapted.
     """
-    if base is not None:
+    if base is not None and data.prepare is None:
         return text.like(dataset, base)
     if folders:
         return text.using(dataset, pretrained.words(folders[0]))
@@ -103,7 +103,9 @@ def vocabulary(
     else:
         rows = flat(trained.train, trained.train_sizes)
         return text.restricted(dataset, rows)
-    return text.using(dataset, words)
+    if base is not None and tuple(words) != base.words:
+        raise InputError("--prepare gives other tokens than --base has: leave it out.")
+    return text.using(dataset, words) if base is None else text.like(dataset, base)
 
 
 def _own_vocabulary(data: groups.Data) -> bool:

@@ -96,7 +96,10 @@ def _of_arrays(found: dict[str, np.ndarray], path: str, e: Trained) -> Given:
     for name in ("y", column := e.config.partition.column or ""):
         if name in found and found[name].shape[:1] != x.shape[:1]:
             raise InputError(f"{path}: {name} must have {len(x)} rows, as x.")
-    labels = found["y"].tolist() if "y" in found else None
+    labels = None
+    if "y" in found:
+        y, single = found["y"], e.task.label.dtype == np.int32 and found["y"].ndim == 1
+        labels = _labels(path, pd.Series(y), e.classes) if single else y.tolist()
     owners = [str(x) for x in found[column]] if column in found else None
     return Given(x, list(range(1, len(x) + 1)), labels, owners)
 

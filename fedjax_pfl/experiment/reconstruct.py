@@ -27,6 +27,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.experiment import cli, results, upload_options
 from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.groups import ONE_DEVICE
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.types import Experiment
 from fedjax_pfl.experiment.warm_start import first_state
@@ -181,7 +182,8 @@ def write(path: str | Path, **options: Any) -> dict[str, Any]:
     """Attacks clients of one run, writes the files and returns the row of the table."""
     directory = RunDirectory(path)
     # the derivative of an update compiles fastest with XLA's convolutions
-    e = build(directory.config.replace(conv="xla", devices="1", client_memory="device"))
+    given = ONE_DEVICE | {"conv": "xla", "client_memory": "device"}
+    e = build(directory.config.replace(**given))
     if len(e.task.models) > 1:
         raise InputError("A reconstruction needs clients of one architecture.")
     t, state = directory.restore(e) if options.get("round") else (0, None)

@@ -19,6 +19,7 @@ from fedjax_pfl.experiment.build import (
     network_names,
 )
 from fedjax_pfl.experiment.checkpoints import read_json
+from fedjax_pfl.experiment.groups import ONE_DEVICE
 from fedjax_pfl.experiment.types import Absent, Experiment, NeedsDataError, Trained
 from fedjax_pfl.types import Federation, Subset
 
@@ -126,7 +127,7 @@ def trained(path: str | Path) -> Trained:
     with np.load(folder / "partition.npz") as arrays:
         counts, sizes = arrays["class_counts"], arrays["train_sizes"]
     config = config.replace(
-        **dict.fromkeys(("devices", "base_devices"), "1"),
+        **ONE_DEVICE,
         **{"client_memory": "device", "feature_cache": None},
         **{"model": ",".join(facts["networks"])} if facts["networks"] else {},
         # of a synchronous run they are read for reports alone

@@ -112,7 +112,7 @@ def build_at_once(
     """Builds experiments; several are on one device and share their examples."""
     if len(configs) == 1:
         return [build(configs[0], room)]
-    made = [build(config.replace(devices="1"), room) for config in configs]
+    made = [build(config.replace(**groups.ONE_DEVICE), room) for config in configs]
     for i, each in enumerate(made):
         federation = each.federation
         if each.dataset is made[0].dataset:

@@ -293,8 +293,10 @@ def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array
 
 def _divided(path: Path, x: Array) -> int:
     """Returns the axis of a variable that devices divide, -1: each has it whole."""
-    axis = DIVIDED.get(path[-2], -1) if path[-1] in ("kernel", "embedding") else -1
-    return axis + (STACK in path) if axis >= 0 else -1
+    stacked = STACK in path
+    weight = path[-1] in ("kernel", "embedding") and x.ndim == 2 + stacked
+    axis = DIVIDED.get(path[-2], -1) if weight else -1
+    return axis if axis < 0 else axis + stacked
 
 
 def _array(x: Any) -> Any:

@@ -173,9 +173,10 @@ class Tokens(nnx.Module):
             sizes = [length if size is None else size for size in self.windows]
             windows = jnp.asarray(sizes) if any(self.windows) else None
             h = self.stack(h, seen, windows, train, rngs)
-        for block, window in zip(self.blocks, self.windows, strict=False):
-            near = seen if window is None else within(seen, window)
-            h = block(h, near, train, rngs)
+        else:
+            for block, window in zip(self.blocks, self.windows, strict=True):
+                near = seen if window is None else within(seen, window)
+                h = block(h, near, train, rngs)
         if hasattr(self, "norm"):
             h = self.norm(h)
         h = self._pooled(h, x)

@@ -163,9 +163,11 @@ def test_the_command_predicts_images_and_arrays(tmp_path, capsys):
     z = e.predictor(results.load(tmp_path / "run").state(), 1, 1)(e.dataset.x)
     np.testing.assert_allclose(found[["a", "b"]], jax.nn.softmax(z), rtol=1e-5)
     assert found["label"].tolist() == ["a"] * 20 + ["b"] * 20
-    np.savez(tmp_path / "new.npz", x=e.dataset.x[:5, ..., 0], y=e.dataset.y[:5])
+    y = e.dataset.y[:5]
+    np.savez(tmp_path / "new.npz", x=e.dataset.x[:5, ..., 0], y=y.astype(float))
     assert predicted(*given, f"--input={tmp_path / 'new.npz'}") == 0
     again = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    assert again["label"].tolist() == ["ab"[i] for i in y]
     np.testing.assert_allclose(again[["a", "b"]], found[["a", "b"]][:5], rtol=1e-5)
     np.savez(tmp_path / "new.npz", x=np.zeros((5, 3, 3), np.uint8))
     assert predicted(*given, f"--input={tmp_path / 'new.npz'}") == 2
