@@ -236,15 +236,14 @@ def estimate(
     return row(target, model, task, width, result)
 
 
-LANGUAGE = ("model", "clients x base", "width", "tokens", "step ms", "of the peak")
-LANGUAGE += ("arguments GiB", "temporaries GiB", "collectives MB", "compile s")
+LANGUAGE = ("model", "clients x base", "width", "tokens", "arguments GiB")
+LANGUAGE += ("temporaries GiB", "MB of each collective", "compile s")
 
 
 def language_row(target: Target, where: Path, model: str) -> tuple:
-    """Compiles the round of a language model over devices; returns its row.
-
-    A step is of `width` clients with one text each on a group of devices.
-    """
+    """Compiles the round of a language model over devices; returns its row: memory of a
+    device, and what collectives move. Its loops have no known length, so that no time
+    follows from the estimates."""
     count, base = FLAGS.devices, FLAGS.base_devices
     width, length = FLAGS.width or 4, FLAGS.length
     groups = count // base
@@ -259,9 +258,6 @@ def language_row(target: Target, where: Path, model: str) -> tuple:
         compiled = language.lower(made).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     costs = Costs(text, bundles(where), target.bandwidth / target.units)
-    steps = -(-clients // groups) // width
-    seconds = language.cycles(costs) / target.units / steps
-    least = width * language.products(model, length) / base / target.flops
     sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     moved = language.collectives(text)
     result = Result(costs.parts, *sizes, time.time() - begin)
@@ -272,8 +268,6 @@ def language_row(target: Target, where: Path, model: str) -> tuple:
         f"{groups} x {base}",
         str(width),
         str(length),
-        f"{seconds * 1e3:,.0f}",
-        f"{least / seconds:.0%}",
         *(f"{x / 2**30:.2f}" for x in sizes),
         ", ".join(f"{kind} {x / 1e6:,.0f}" for kind, x in sorted(moved.items())),
         f"{result.seconds:.0f}",

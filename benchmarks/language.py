@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from benchmarks.compiled import Costs
 from fedjax_pfl import simulate, testing
 from fedjax_pfl.data.datasets import prepare_integers
 from fedjax_pfl.engine import contract, frozen, placement
@@ -130,21 +129,9 @@ def program(
     return simulate.program(algo, task(name, clients, length), checked=False, **layout)
 
 
-def cycles(costs: Costs, name: str = "") -> float:
-    """Returns the estimate of a whole program, with loops of unknown length once."""
-    total = 0.0
-    for op in costs.computations[name or costs.entry]:
-        if op.opcode in ("while", "conditional", "call"):
-            inside = sum(cycles(costs, called) for called in op.called)
-            total += inside * ((op.trips or 1) if op.opcode == "while" else 1)
-        else:
-            total += op.estimate or 0
-    return total
-
-
 def collectives(text: str) -> Counter[str]:
     """Returns the bytes that each kind of collective of a compiled program moves, each
-    operation counted once."""
+    operation counted once, in however many turns of a loop it runs."""
     found: Counter[str] = Counter()
     for shape, kind in re.findall(
         rf"= (\S+?\[[\d,]*\])\S* ({COLLECTIVES})(?:-start)?\(", text
@@ -153,14 +140,3 @@ def collectives(text: str) -> Counter[str]:
         count = np.prod([int(x) for x in sizes.strip("]").split(",") if x])
         found[kind] += int(count) * {"bf16": 2, "f16": 2, "s8": 1}.get(dtype, 4)
     return found
-
-
-def products(name: str, length: int) -> float:
-    """Returns the operations of a client's step in products with weights: forward, in
-    blocks again for the derivative, and the derivative by what enters a layer."""
-    s = MODELS[name]
-    width, hidden = s["hidden_size"], s["intermediate_size"]
-    shared = width * s["num_key_value_heads"] // s["num_attention_heads"]
-    block = 2 * width * (width + shared) + 3 * width * hidden
-    weights = s["num_hidden_layers"] * block
-    return 2 * length * (3 * weights + 2 * width * s["vocab_size"])

@@ -53,10 +53,6 @@ def test_parts_of_a_program_and_what_lacks_a_cost(tmp_path):
     assert compiled.missing([round, step]) == "sort"
 
 
-def test_loops_within_loops_are_counted_by_their_trips():
-    assert language.cycles(compiled.Costs(PROGRAM, {}, 1e6)) == 9 + 5 * 70
-
-
 def test_collectives_are_counted_in_bytes():
     text = """  %a = bf16[4,8]{1,0} all-reduce(%x), replica_groups={}
   %b = f32[2,3]{1,0} all-gather-start(%y), dimensions={0}
