@@ -138,7 +138,7 @@ def planted(mistake):
             )
             if mistake == "rows by place":
                 ids = jnp.arange(len(ids))
-            table = server["table"].at[ids].set(value, mode="drop")
+            table = server["table"].at[ids].set(lam * value, mode="drop")
             new = {"w": w, "table": table, "scale": server["scale"]}
             if mistake == "state grows":
                 new["table"] = jnp.append(table, 0.0)
@@ -566,3 +566,43 @@ def test_an_option_with_a_key_of_its_own_is_named():
         testing.check_upload(Upload(lambda like: ((), ()), client))
     with pytest.raises(InputError, match="takes no options on uploads"):
         testing.check_upload(uploads.top_k(0.3), "fedamp")
+
+
+def averaged(client=None, **fields):
+    """FedAvg's Method with another function of a client, (FedAvg's, its arguments...),
+    or other fields."""
+
+    def factory(task, *, lam: float = 0.5):
+        made = ALGORITHMS["fedavg"](task)
+        more = {} if client is None else {"client": functools.partial(client, made)}
+        return made._replace(**fields | more)
+
+    return factory
+
+
+def test_a_part_that_is_sent_untrained_is_named():
+    def client(made, c, server, row):
+        update = made.client(c, server, row)
+        return update._replace(upload=update.upload | {"head": server["head"]})
+
+    with pytest.raises(ContractViolation, match=r"'means' .*server\['head'\]"):
+        testing.check("means", testing.subject(averaged(client), testing.task()))
+
+
+def test_averages_are_of_the_server():
+    with pytest.raises(InputError, match="did you mean 'body'"):
+        simulate.program(averaged(averages=("bodi",)), testing.task())
+
+
+def test_a_number_that_changes_nothing_is_warned_of(monkeypatch):
+    monkeypatch.setattr(testing, "RULES", {})
+    with pytest.warns(UserWarning, match="no result depends on `lam`"):
+        testing.check_algorithm(averaged())
+
+
+def test_an_error_of_the_methods_own_code_names_the_rule():
+    s = testing.subject(averaged(), testing.task())
+    failing = s._replace(round=lambda *given: jnp.zeros(2) + jnp.zeros(3))
+    with pytest.raises(TypeError) as found:
+        testing.check("order", failing)
+    assert "in the rule 'order'" in found.value.__notes__[-1]

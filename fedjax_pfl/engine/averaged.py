@@ -17,7 +17,7 @@ import optax
 from fedjax_pfl import aggregate, architectures, evaluation, traffic, trees
 from fedjax_pfl.averaging import BODY_AND_HEAD
 from fedjax_pfl.engine import contract
-from fedjax_pfl.errors import ContractError, InputError
+from fedjax_pfl.errors import ContractError, InputError, choose
 from fedjax_pfl.types import (
     Array,
     Client,
@@ -62,6 +62,9 @@ def init(run: Averaged, task: Task, key: Array) -> RunState:
     """Returns the state before the first round."""
     state, uploads, optimizer = run.method.init(key), State((), ()), ()
     contract.check_init(state, task.num_clients)
+    known = state.server if isinstance(state.server, dict) else ()
+    for part in run.method.averages:
+        choose("name of a mean in `averages`", part, known)
     if run.uploads is not None:
         default = run.method.default(state.server)
         grouped = architectures.is_grouped(default)
@@ -271,8 +274,10 @@ def check(run: Averaged, name: str, task: Task) -> None:
     """Raises InputError unless a method can have the options of a run."""
     method, change = run.method, run.uploads
     server = jax.eval_shape(lambda: method.init(jax.random.key(0)).server)
-    if run.server is not None:
-        _check_averages(method, name, server)
+    if run.server is not None and not method.averages:
+        raise InputError(
+            f"{name} cannot have a server optimizer: its Method names no `averages`."
+        )
     if change is None:
         return
     default = jax.eval_shape(method.default, server)
@@ -318,15 +323,6 @@ def _check_private(method: Method, name: str, task: Task) -> None:
     leaves = jax.tree.leaves(jax.eval_shape(lambda: method.weight(stub)))
     if len(leaves) > 1 or any(x.ndim > 1 for x in leaves):
         raise InputError(f"{refused}its weights are more than one number a client.")
-
-
-def _check_averages(method: Method, name: str, server: PyTree) -> None:
-    if not method.averages:
-        raise InputError(
-            f"{name} cannot have a server optimizer: its Method names no `averages`."
-        )
-    if missing := set(method.averages) - set(server):
-        raise InputError(f"`averages` must be keys of State.server, got {missing}.")
 
 
 def divided(tree: PyTree) -> tuple[PyTree, PyTree]:

@@ -1,6 +1,7 @@
 """The contract as checks that anybody can run on a method of their own:
 `check_algorithm(factory)`."""
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import jax
@@ -18,7 +19,7 @@ from fedjax_pfl.testing.rounds import (
     run,
     subject,
 )
-from fedjax_pfl.testing.rules import RULES, UPLOAD_RULES
+from fedjax_pfl.testing.rules import RULES, UPLOAD_RULES, unused
 from fedjax_pfl.testing.synthetic import federation, task
 from fedjax_pfl.types import Algorithm, Method, Task, Upload
 from fedjax_pfl.uploads.chain import Option
@@ -53,6 +54,9 @@ def check(rule: str, s: Subject) -> None:
             f"({_meaning(rule).rstrip('.')}): {str(error).rstrip('.')}."
         )
         raise ContractViolation(sentence) from None
+    except Exception as error:  # of the method's own code
+        error.add_note(f"(in the rule {rule!r}: {_meaning(rule)})")
+        raise
 
 
 def _meaning(rule: str) -> str:
@@ -79,7 +83,8 @@ def check_algorithm(
 
     Returns:
       {rule: what holds} of the rules that were checked. Rules on several architectures
-      are left out for methods of one.
+      are left out for methods of one. A warning names a number among the
+      hyperparameters that changes nothing under the defaults of the others.
 
     Raises:
       ContractViolation: a rule is broken; the message names the rule and where.
@@ -98,7 +103,14 @@ def check_algorithm(
     program.program(factory, given)
     made = subject(factory, given)
     alone = _SEVERAL if factory(given).one_architecture else ()
-    return _checked([name for name in RULES if name not in alone], made)
+    found = _checked([name for name in RULES if name not in alone], made)
+    for name in unused(made):
+        warnings.warn(
+            f"{method_name(factory)}: no result depends on `{name}` under the defaults "
+            "of the other hyperparameters.",
+            stacklevel=2,
+        )
+    return found
 
 
 def check_upload(

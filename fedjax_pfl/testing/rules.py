@@ -141,6 +141,17 @@ def absent(s: Subject) -> None:
             )
 
 
+def means(s: Subject) -> None:
+    """Clients send what they trained: each mean that `averages` names moves in a
+    round."""
+    made = s.factory(s.task)
+    for name in made.averages if isinstance(made, Method) else ():
+        new, old = (jax.tree.leaves(x.server[name]) for x in (run(s)[0], s.start))
+        # a mean of equal numbers rounds
+        if old and all(np.allclose(*x, 1e-6, 1e-6) for x in zip(new, old, strict=True)):
+            raise ContractViolation(f"server[{name!r}] is what it was before the round")
+
+
 def nobody(s: Subject) -> None:
     """A round in which nobody trains leaves the server as it was, and if nobody takes
     part the clients, too."""
@@ -275,6 +286,23 @@ def key(s: Subject) -> None:
             )
 
 
+def unused(s: Subject) -> list[str]:
+    """Returns the numbers among a method's hyperparameters on which no result depends,
+    the others at their values."""
+    context, state, *rest = arguments(s)
+    left = set(s.traced) - {"lr"}
+    functions: tuple[Callable[[Any], Any], ...] = (
+        lambda traced: s.round(context._replace(traced=traced), state, *rest),
+        lambda traced: s.evaluate(context._replace(traced=traced), state),
+        lambda traced: s.init(context.key, traced),
+    )
+    for function in functions:
+        jaxpr = jax.make_jaxpr(function)(s.traced).jaxpr
+        _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        left -= {name for name, on in zip(sorted(s.traced), used, strict=True) if on}
+    return sorted(left)
+
+
 def _primitives(closed: Any) -> set[str]:
     """Returns the names of the random operations on which the results depend;
     "random_seed" also for a constant key."""
@@ -350,6 +378,7 @@ RULES: dict[str, Callable[[Subject], None]] = {
         mask,
         inactive,
         absent,
+        means,
         nobody,
         compilation,
         scores,
