@@ -293,7 +293,10 @@ def auc(p: Array, y: Array, mask: Array) -> Array:
 
 @_of_numbers
 def average_precision(p: Array, y: Array, mask: Array) -> Array:
-    """Average precision of each class against the rest, as `auc`."""
+    """Average precision of each class against the rest, as `auc`; of two classes that
+    of the class 1, as in scikit-learn."""
+    if y.ndim == 1 and p.shape[1] == 2:
+        p, y = p[:, 1:], (y == 1)[:, None]
 
     def one(p: Array, hit: Array) -> Array:
         positive, every = mask & hit, jnp.sum(mask)

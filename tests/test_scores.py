@@ -50,6 +50,13 @@ def test_against_scikit_learn(name):
     np.testing.assert_allclose(found, EXPECTED[name](), rtol=1e-5)
 
 
+def test_average_precision_of_two_classes_is_that_of_the_second():
+    y, p = np.minimum(Y, 1), P[:, :2]
+    found = evaluation.average_precision(p, jnp.asarray(y), MASK)
+    wanted = sklearn.average_precision_score(y[MASK], p[MASK, 1])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", evaluation.METRICS)
 def test_without_examples_there_is_no_score(name):
     assert np.isnan(evaluation.METRICS[name](P, jnp.asarray(Y), MASK & False))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from fedjax_pfl.errors import InputError
 
@@ -77,6 +78,7 @@ class Preparation(NamedTuple):
             cells = numbers(column.name, rows[column.name])
             if column.categories is not None:
                 found[column.name] = words(rows[column.name])
+                _warn_of_others(column, found[column.name])
             elif cells is None:
                 raise InputError(f"{column.name} must be numbers.")
             else:
@@ -98,6 +100,14 @@ class Preparation(NamedTuple):
         ]
         lists = {name: _tuple(content[name]) for name in ("words", "classes")}
         return cls(**{**content, **lists, "columns": tuple(columns)})
+
+
+def _warn_of_others(column: Column, cells: np.ndarray) -> None:
+    """Logs the cells whose category no training row had, which count as missing."""
+    others = [x for x in cells if x is not None and x not in (column.categories or ())]
+    if others:
+        text = "%s: %d rows have categories that no training row had, such as %r."
+        logging.warning(text, column.name, len(others), others[0])
 
 
 def _tuple(values: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -182,7 +192,7 @@ def _apply(column: Column, values: np.ndarray, x: np.ndarray) -> None:
             filled = np.where(pd.isna(values), column.fill, values)
         x[:, 0] = (filled - column.mean) / column.scale
     else:
-        code = pd.Categorical(values, categories=list(column.categories)).codes
+        code = pd.Index(column.categories, dtype=object).get_indexer(values)
         known = np.flatnonzero(code >= 0)
         x[known, code[known]] = 1
     if column.indicator:

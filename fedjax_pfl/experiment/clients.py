@@ -29,17 +29,23 @@ def names(
     return tuple(found)
 
 
-def index(names: Sequence[str], client: int | str) -> int:
-    """Returns the number of a client.
+def index(names: Sequence[str], client: int | str, unseen: str | None = None) -> int:
+    """Returns the number of a client that trains.
 
     Args:
       client: its number, its name, or "#3" for number 3; a name wins.
+      unseen: the setting of this name.
 
     Raises:
       InputError: there is none.
     """
     if isinstance(client, str) and client in names:
         return names.index(client)
+    if client in (unseen or "").removeprefix("names:").split(","):
+        raise InputError(
+            f"{client} did not train: fedjax-pfl predict RUN --client={client} "
+            "--train=FILE trains its model on labelled rows."
+        )
     number = client[1:] if isinstance(client, str) and client[:1] == "#" else client
     if isinstance(number, str) and not (number != client and number.isdecimal()):
         near = nearest(number, names)

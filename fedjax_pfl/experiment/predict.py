@@ -32,9 +32,10 @@ from fedjax_pfl.data.federate import federate
 from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.data.sources import arrays, chat, images, rows, table, text as tokens
 from fedjax_pfl.engine import unseen
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, clients, generation, results, text
+from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.experiment import cli, clients, generation, metrics, results, text
 from fedjax_pfl.experiment.generation import Generation
+from fedjax_pfl.experiment.groups import MOST
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.types import RunState
@@ -45,6 +46,7 @@ FLAGS = {
     "client": cli.Flag(str, f"name of a client, #3 for number 3, {ALL} or {GLOBAL}"),
     "input": cli.Flag(str, "file or folder of the rows to predict"),
     "train": cli.Flag(str, "labelled rows of a client that did not train"),
+    "unseen_rounds": cli.Flag(int, "rounds of its local training"),
     "output": cli.Flag(str, "file of the predictions", "RUN/predictions.csv"),
     "tokens": cli.Flag(int, "most tokens by which a text goes on"),
     "temperature": cli.Flag(float, "of their draw, 0: the most probable", 0.0),
@@ -189,9 +191,14 @@ def shared(e: Trained, state: RunState) -> Any:
     return run
 
 
-def held_out(e: Trained, state: RunState, t: int, rows: Given) -> Any:
+def held_out(
+    e: Trained, state: RunState, t: int, rows: Given, rounds: int | None = None
+) -> Any:
     """Returns the predictor of a client that did not train, after its own local
     training on labelled rows, by the trained server.
+
+    Args:
+      rounds: of its training; None: those of the run.
 
     Raises:
       InputError: rows have no labels, or the method cannot personalise such clients.
@@ -219,7 +226,7 @@ def held_out(e: Trained, state: RunState, t: int, rows: Given) -> Any:
         task,
         e.config.hparams,
         lr_decay=e.config.lr_decay,
-        rounds=e.config.unseen_rounds,
+        rounds=e.config.unseen_rounds if rounds is None else rounds,
     )
     with e.tracing():
         given = simulate.with_frozen(federation, task), state.method.server
@@ -239,6 +246,7 @@ def predictions(
     client: str,
     rows: Given | None = None,
     how: Generation | None = None,
+    rounds: int | None = None,
 ) -> pd.DataFrame:
     """Returns a row per example and client: row, client, class or target, and
     probabilities.
@@ -246,13 +254,14 @@ def predictions(
     Args:
       rows: labelled rows of a client that did not train.
       how: a text's continuation in place of the next token.
+      rounds: of that client's training; None: those of the run.
 
     Raises:
       InputError: there is no such client, or the method predicts no scores of classes.
     """
     e, everything = run.trained, np.arange(len(given.x))
     if rows is not None:
-        own = held_out(e, run.state(), run.checkpoint[0], rows)
+        own = held_out(e, run.state(), run.checkpoint[0], rows, rounds)
         return _frame(e, own, given, everything, client, how)
     if client == GLOBAL and GLOBAL not in e.names:
         return _frame(e, shared(e, run.state()), given, everything, client, how)
@@ -262,14 +271,9 @@ def predictions(
         if given.owners is not None:
             owners, names = np.array(given.owners), sorted(set(given.owners))
             chosen = {name: np.flatnonzero(owners == name) for name in names}
-    parts, away = [], (e.config.unseen or "").removeprefix("names:").split(",")
+    parts = []
     for name, at in chosen.items():
-        if name in away and name not in e.names:
-            raise InputError(
-                f"{name} did not train: give --client={name} --train=FILE, its "
-                "labelled rows, or --client=global."
-            )
-        name = e.names[clients.index(e.names, name)]
+        name = e.names[clients.index(e.names, name, e.config.unseen)]
         parts.append(_frame(e, run.predictor(name), given, at, name, how))
     order = np.concatenate(list(chosen.values()))
     once = np.array_equal(np.sort(order), everything)
@@ -321,12 +325,25 @@ def _name(e: Trained, label: Any) -> str:
     return e.classes[number]
 
 
-def confusion(found: pd.DataFrame) -> str:
-    """Returns the accuracy and a table of labels by predicted classes."""
+def confusion(found: pd.DataFrame, further: Sequence[str] = ()) -> str:
+    """Returns the accuracy, further scores of all rows, and a table of labels by
+    predicted classes.
+
+    Args:
+      further: names in `evaluation.METRICS`, of rows with a probability per class.
+    """
     right = (found["label"] == found["class"]).mean()
     counts = pd.crosstab(found["label"], found["class"])
     counts = counts.rename_axis(index="label", columns="predicted")
-    return f"accuracy {100 * right:.1f} % of {len(found):,}\n{counts.to_string()}"
+    p = found.iloc[:, found.columns.get_loc("class") + 1 :]
+    lines = [f"accuracy {100 * right:.1f} % of {len(found):,}"]
+    if p.shape[1]:
+        y = jnp.asarray(p.columns.get_indexer(found["label"]), jnp.int32)
+        for name in (x for x in further if x in evaluation.METRICS):
+            score = evaluation.METRICS[name]
+            value = float(score(jnp.asarray(p.to_numpy(np.float32)), y, y >= 0))
+            lines.append(f"{name} {metrics.quantity(name, value)}")
+    return "\n".join([*lines, counts.to_string()])
 
 
 @cli.isolated
@@ -341,11 +358,16 @@ def main(argv: Sequence[str]) -> int:
     own = read(given["train"], e) if "train" in given else None
     if own is not None and client in (*e.names, ALL, GLOBAL):
         raise InputError(f"--train needs a client that did not train, got {client}.")
+    rounds = given.get("unseen_rounds")
+    if rounds is not None:
+        check("unseen_rounds", rounds, 1, MOST, whole=True)
+        if own is None:
+            raise InputError("--unseen_rounds needs --train.")
     options = {name: given[name] for name in Generation._fields if name in given}
     how = generation.checked(e, options)
-    found = predictions(run, read(given["input"], e), client, own, how)
+    found = predictions(run, read(given["input"], e), client, own, how, rounds)
     found.to_csv(file, index=False)
     print(file)
     if {"label", "class"} <= {*found}:
-        print(confusion(found))
+        print(confusion(found, e.config.metrics.split(",")))
     return 0

@@ -114,6 +114,8 @@ class Trained:
         known = self.preparation
         if known is not None and known.columns and hasattr(rows, "keys"):
             return known.inputs(rows)
+        if not len(rows):
+            raise InputError("There must be a row to predict.")
         if known is not None and known.words and isinstance(rows[0], str):
             length, tokenizer = known.max_length or 0, known.tokenizer or ""
             return encode(rows, known.words, length, tokenizer)
@@ -128,7 +130,7 @@ class Trained:
           state: rows by client id.
           client: its number, its name, or "#3" for number 3.
         """
-        id = clients.index(self.names, client)
+        id = clients.index(self.names, client, self.config.unseen)
         context = self.alone.context(self.key, self.federation, t)
         given = (context, self.alone.place(state), id)
 

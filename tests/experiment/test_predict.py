@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
+import sklearn.metrics
 from PIL import Image
 
 from experiment.runs import run
 from experiment.test_build import TABLE, sites
 from fedjax_pfl.algorithms import ALGORITHMS
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import export, predict, results
 from fedjax_pfl.experiment.build import _load, build, unseen_scorer
 from fedjax_pfl.experiment.config import Config
@@ -87,10 +89,13 @@ def predicted(*argv):
     return run(*map(str, argv), command=predict.main)
 
 
-def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
+def test_the_command_predicts_a_table_by_site(tmp_path, capsys, caplog):
     file, out = tmp_path / "sites.csv", tmp_path / "run" / "predictions.csv"
     made = {"dataset": sites(file), "algo": "ditto", "missing": "mean"} | TABLE
-    e = untrained(tmp_path / "run", **made | {"data_fraction": 1.0})
+    made["categories"] = "onehot"
+    e = untrained(
+        tmp_path / "run", **made | {"data_fraction": 1.0, "metrics": "acc,auc,ap"}
+    )
     rows = pd.read_csv(file)
     file.unlink()
     rows.to_csv(tmp_path / "new.csv", index=False)
@@ -102,8 +107,15 @@ def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
     ) == 60
     z = e.predictor(results.load(tmp_path / "run").state(), 1, "2")(e.dataset.x)
     np.testing.assert_allclose(found[["0", "1"]], jax.nn.softmax(z), rtol=1e-5)
-    right = (found["class"] == rows.label).mean()
-    assert f"accuracy {100 * right:.1f} % of 60" in capsys.readouterr().out
+    right, given_to_one = (found["class"] == rows.label).mean(), found["1"]
+    printed = capsys.readouterr().out
+    assert f"accuracy {100 * right:.1f} % of 60" in printed
+    for name, score in (
+        ("auc", sklearn.metrics.roc_auc_score),
+        ("ap", sklearn.metrics.average_precision_score),
+    ):
+        value = 100 * score(rows.label, given_to_one)
+        assert f"{name} {value:.1f} %" in printed
     assert predicted(*given, "--client=all") == 0
     every = pd.read_csv(out)
     assert every["row"].tolist() == list(range(1, 61))
@@ -123,6 +135,12 @@ def test_the_command_predicts_a_table_by_site(tmp_path, capsys):
     assert predicted(*given, "--client=all") == 0
     every = pd.read_csv(out)
     assert len(every) == 4 * 60 and "label" not in every
+    loaded = results.load(tmp_path / "run")
+    with caplog.at_level("WARNING"):
+        loaded.predictor("2")(rows.assign(kind="d"))
+    assert "kind: 60 rows have categories that no training row had" in caplog.text
+    with pytest.raises(InputError, match="There must be a row"):
+        loaded.predictor("2")(np.zeros((0, 3), np.float32))
     rows.drop(columns="age").to_csv(tmp_path / "new.csv", index=False)
     assert predicted(*given, "--client=2") == 2
     assert "must have a column age" in capsys.readouterr().err
@@ -245,8 +263,14 @@ def test_a_held_out_client_predicts_after_its_own_training(tmp_path, capsys):
     found = pd.read_csv(tmp_path / "run" / "predictions.csv")
     np.testing.assert_allclose((found["class"] == found["label"]).mean(), wanted[0])
     assert predicted(*argv) == 2
-    assert "1 did not train: give --client=1 --train=FILE" in capsys.readouterr().err
+    assert "--client=1 --train=FILE trains its model" in capsys.readouterr().err
+    with pytest.raises(InputError, match="1 did not train"):
+        results.load(tmp_path / "run").predictor("1")
     train = f"--train={tmp_path / 'train.csv'}"
+    assert predicted(*argv, train, "--unseen_rounds=1") == 0
+    shorter = pd.read_csv(tmp_path / "run" / "predictions.csv")
+    assert not np.allclose(shorter["0"], found["0"])
+    assert predicted(*argv, "--unseen_rounds=1") == 2
     assert predicted(tmp_path / "run", "--client=0", *argv[2:], train) == 2
     assert "needs a client that did not train" in capsys.readouterr().err
 
