@@ -126,10 +126,14 @@ def blamed(kind: str, name: str) -> Iterator[None]:
 def digest(names: list[str]) -> str | None:
     """Returns the SHA-256 of the files of the user's functions among the names, or
     None."""
-    module_names = [name.rpartition(":")[0] for name in names if named(name)]
-    files = [str(_import(module_name).__file__) for module_name in module_names]
-    content = b"\0".join(Path(file).read_bytes() for file in files)
-    return hashlib.sha256(content).hexdigest() if files else None
+    modules = [_import(name) for name in module_names(names)]
+    content = b"\0".join(Path(str(each.__file__)).read_bytes() for each in modules)
+    return hashlib.sha256(content).hexdigest() if modules else None
+
+
+def module_names(names: list[str]) -> list[str]:
+    """Returns the modules or files of the user's functions among the names."""
+    return [name.rpartition(":")[0] for name in names if named(name)]
 
 
 def _check_known(module_name: str, content: bytes) -> None:

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from fedjax_pfl.attention import grad_cam
 from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import clients
 from fedjax_pfl.experiment.build import build
 from fedjax_pfl.experiment.export import of_client
 from fedjax_pfl.experiment.results import Run
@@ -38,7 +37,7 @@ def maps(run: Run, client: int | str, images: int = IMAGES) -> dict[str, np.ndar
     """
     # Grad-CAM finds convolutions of XLA
     e = build(run.experiment.config.replace(conv="xla"))
-    client = clients.index(e.names, client)
+    client = e.index(client)
     # rows of padding follow those of the client
     rows = e.partition.test[client][: min(images, e.partition.test_sizes[client])]
     x, y = e.dataset.x[rows], np.asarray(e.dataset.y[rows])

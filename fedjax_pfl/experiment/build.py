@@ -682,9 +682,6 @@ def check_growth(e: Experiment, before: int) -> None:
 def digests(e: Experiment) -> dict[str, str]:
     """Returns hashes of the data, the partition, the networks and the user's files."""
     c, public = e.config, (e.public.x, e.public.y) if e.public else ()
-    names, _ = architectures(c.model.name, len(e.everybody.train))
-    code = [c.algo, *names, c.shared_model or "", c.dataset, c.partition.rule]
-    code += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
     # features differ in their last bits between devices
     data = e.unmarked if c.feature_cache else e.dataset
     base = jax.tree.leaves(base_of(c.base)[0]) if c.base else []
@@ -697,11 +694,22 @@ def digests(e: Experiment) -> dict[str, str]:
         "public": _digest(*public),
         "networks": _digest("\n".join(e.networks).encode()),
         "partition": digest(e.everybody),
-        "code": user_code.digest(code) or "",
+        "code": user_code.digest(own_code(e)) or "",
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
         **({"noise (--dp_epsilon, --rounds)": str(noise)} if noise is not None else {}),
     }
+
+
+def own_code(e: Experiment) -> list[str]:
+    """Returns the settings of a run that may name functions of the user."""
+    c, (names, _) = e.config, architectures(e.config.model.name, len(e.everybody.train))
+    found = [c.algo, *names, c.shared_model or "", c.dataset, c.partition.rule]
+    found += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
+    found += [c.shift or "", c.adapt or ""]
+    if c.asynchronous:  # else results do not depend on them
+        found += [c.staleness, c.speeds or "", c.bandwidths or ""]
+    return found
 
 
 def _digest(*arrays: Any) -> str:

@@ -98,16 +98,24 @@ class EarlyStopping(Callback):
             value = evaluation.statistics(found[self._score], sizes)["macro"]
             if self._update(value):
                 self._keep(result.round, None if math.isnan(value) else value)
+                if self._stop.should_stop:  # decided by the one before
+                    self._stopped(" before the last")
         if result.metrics is None:
             return False
         following, last = result.round + 1, e.config.rounds - 1
         evaluated = following % e.config.eval_every == 0 or following >= last
         if evaluated or self._stop.should_stop:
             self._before = e.fetch(result.state)
-        if self._stop.should_stop and self.directory:
-            watch, n = f"val/{self._score}", text.plural(self._patience, "evaluation")
-            self.directory.summarize(stopped=f"No better {watch} in {n}")
+        if self._stop.should_stop:
+            self._stopped()
         return self._stop.should_stop
+
+    def _stopped(self, when: str = "") -> None:
+        """Records why the run ends."""
+        if self.directory:
+            n = text.plural(self._patience, "evaluation")
+            why = f"No better val/{self._score} in {n}{when}"
+            self.directory.summarize(stopped=why)
 
     def _keep(self, rounds: int, value: float | None) -> None:
         """Keeps the state before the round that scored best."""

@@ -3,10 +3,10 @@
 PATH.npz (NumPy) and PATH.msgpack (Flax) hold the variables of the network that the
 client predicts with before local training: body, head and running statistics. Where a
 method combines several networks they hold what the server and the client store. PATH is
-RUN/client-3, or --output. The lines that load them are printed.
+RUN/client-NAME, or --output. The lines that load them are printed.
 
-With --peft the folder RUN/client-3-peft, or --output, has a LoRA adapter of a network
-of Hugging Face and the client's head, as the library peft loads them.
+With --peft the folder RUN/client-NAME-peft, or --output, has a LoRA adapter of a
+network of Hugging Face and the client's head, as the library peft loads them.
 """
 
 import functools
@@ -21,7 +21,7 @@ from flax import serialization, traverse_util
 from fedjax_pfl import architectures, averaging, simulate
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import cli, clients, results
+from fedjax_pfl.experiment import cli, results
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.models import peft, pretrained
 from fedjax_pfl.models.adapted import ADAPTATIONS
@@ -100,19 +100,24 @@ def of_client(
         return jax.device_get(jax.jit(program.predict, static_argnums=2)(*given))
 
 
+def _named(e: Trained, client: int) -> str:
+    """Returns the name of a client's files."""
+    return f"client-{e.names[client].replace('/', '-')}"
+
+
 def write(path: str | Path, client: int | str, output: str | None = None) -> str:
     """Writes both files and returns the lines that load them."""
     run = results.load(path)
     e, (t, state) = run.trained, run.checkpoint
-    client = clients.index(e.names, client)
+    client = e.index(client)
     tree = exported(e, state, t, client)
-    base = Path(output or run.path / f"client-{client}").expanduser()
+    base = Path(output or run.path / _named(e, client)).expanduser()
     flat = traverse_util.flatten_dict(tree, sep="/")
     np.savez(f"{base}.npz", **flat)
     file = Path(f"{base}.msgpack")
     file.write_bytes(serialization.msgpack_serialize(tree))
     count = sum(np.size(x) for x in flat.values())
-    lines = LINES.format(client=client, rounds=t, count=count, file=file)
+    lines = LINES.format(client=e.names[client], rounds=t, count=count, file=file)
     if "server" in tree:
         return lines
     c, x, name = e.config, e.task.prepared, str(e.networks[client])
@@ -140,17 +145,17 @@ def write_adapter(
     """
     run = results.load(path)
     e, (t, state) = run.trained, run.checkpoint
-    client = clients.index(e.names, client)
+    client = e.index(client)
     c, base = e.config, pretrained.folder(str(e.networks[client]))
     if base is None or c.base is not None or "lora" not in (c.adapt or ""):
         raise InputError("--peft needs a run of --adapt=lora on a Hugging Face folder.")
     tree = exported(e, state, t, client)
     if "server" in tree:
         raise InputError(f"--peft needs one network, and {c.algo} combines several.")
-    folder = Path(output or run.path / f"client-{client}-peft")
+    folder = Path(output or run.path / f"{_named(e, client)}-peft")
     model = e.task.models[int(e.task.architecture[client])]
     peft.save(folder, base, model, tree, ADAPTATIONS.read(str(c.adapt))().scale)
-    return PEFT.format(client=client, rounds=t, folder=folder, base=base)
+    return PEFT.format(client=e.names[client], rounds=t, folder=folder, base=base)
 
 
 @cli.isolated

@@ -136,9 +136,12 @@ def _draw(panels: Sequence[Panel], ylabel: str) -> Figure:
         return _multiples(panels, labels, ylabel)
     figure, (every,) = _grid(1, len(panels), 4.2, 4.2)
     first: dict[str, Any] = {}
+    common = len({panel.title for panel in panels}) == 1 < len(panels)
+    if common:
+        figure.suptitle(panels[0].title)
     for axes, panel in zip(every, panels, strict=True):
         _fill(axes, panel, _styles(labels), first)
-        axes.set(title=panel.title, xlabel=panel.xlabel)
+        axes.set(title="" if common else panel.title, xlabel=panel.xlabel)
     return _finish(figure, ylabel)
 
 

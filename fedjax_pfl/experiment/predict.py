@@ -33,7 +33,7 @@ from fedjax_pfl.data.partition import of_clients
 from fedjax_pfl.data.sources import arrays, chat, images, rows, table, text as tokens
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError, check
-from fedjax_pfl.experiment import cli, clients, generation, metrics, results, text
+from fedjax_pfl.experiment import cli, generation, metrics, results, text
 from fedjax_pfl.experiment.generation import Generation
 from fedjax_pfl.experiment.groups import MOST
 from fedjax_pfl.experiment.results import Run
@@ -273,7 +273,7 @@ def predictions(
             chosen = {name: np.flatnonzero(owners == name) for name in names}
     parts = []
     for name, at in chosen.items():
-        name = e.names[clients.index(e.names, name, e.config.unseen)]
+        name = e.names[e.index(name)]
         parts.append(_frame(e, run.predictor(name), given, at, name, how))
     order = np.concatenate(list(chosen.values()))
     once = np.array_equal(np.sort(order), everything)

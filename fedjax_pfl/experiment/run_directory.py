@@ -26,12 +26,13 @@ import jax
 from absl import logging
 
 import fedjax_pfl
+from fedjax_pfl import user_code
 from fedjax_pfl.data import partition
 from fedjax_pfl.data.sources import chat
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics, standalone
-from fedjax_pfl.experiment.build import check_growth, digests
+from fedjax_pfl.experiment.build import check_growth, digests, own_code
 from fedjax_pfl.experiment.checkpoints import (
     BEST,
     CHECKPOINTS,
@@ -182,7 +183,10 @@ class RunDirectory:
     ) -> tuple[int, RunState | None]:
         recorded, before = self.read("partition.json"), self.read("versions.json")
         if other := [name for name, x in hashes.items() if recorded.get(name) != x]:
-            raise InputError(f"{self.path} was begun with other {', '.join(other)}.")
+            own = dict.fromkeys(user_code.module_names(own_code(experiment)))
+            code = f"code ({', '.join(own)})" if own else "code"
+            what = ", ".join(code if name == "code" else name for name in other)
+            raise InputError(f"{self.path} was begun with other {what}.")
         if changed := [name for name, x in now.items() if before.get(name) != x]:
             names = ", ".join(changed)
             logging.warning("Other %s than at the start: last bits may differ.", names)

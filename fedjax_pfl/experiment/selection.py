@@ -1,7 +1,8 @@
 """Choice among the values of a sweep by a validation score: selection.json.
 
 The file has `by`, the score, and `chosen`: for every method and setting of the data the
-values with the best mean over seeds, their runs, and those at the edge of their grid.
+values with the best mean over seeds, their runs, those at the edge of their grid, and
+how many were tried.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ def choose(runs: Sequence[Run], by: str) -> dict[str, Any]:
         chosen.append(
             dict(zip(_COMPARED, group[_COMPARED].iloc[0], strict=True))
             | {"label": label, "mean": mean, "std": None if std != std else std}
-            | {"edges": edges, "runs": [Path(x).name for x in own["run"].unique()]}
+            | {"tried": len(seeds), "edges": edges}
+            | {"runs": [Path(x).name for x in own["run"].unique()]}
         )
     return {"by": by, "chosen": chosen}
 
@@ -97,8 +99,14 @@ def grid(runs: Sequence[Run], content: dict[str, Any]) -> pd.DataFrame:
 
 
 def sentences(content: dict[str, Any]) -> list[str]:
-    """Returns a sentence on what was chosen, and one per value at an edge."""
+    """Returns a sentence on what was chosen, one on values at an edge, and one where
+    methods had grids of different sizes."""
     chosen = content["chosen"]
     found = [f"Chosen by {content['by']}: {'; '.join(x['label'] for x in chosen)}."]
     edges = [f"{x['algo']}: {edge}" for x in chosen for edge in x["edges"]]
-    return found + [f"At the edge of its grid: {'; '.join(edges)}."] * bool(edges)
+    found += [f"At the edge of its grid: {'; '.join(edges)}."] * bool(edges)
+    tried = {x["algo"]: x["tried"] for x in chosen if "tried" in x}
+    if len(set(tried.values())) > 1:
+        listed = ", ".join(f"{n} of {algo}" for algo, n in tried.items())
+        found.append(f"Chosen among unequal numbers of values: {listed}.")
+    return found

@@ -121,6 +121,10 @@ class Trained:
             return encode(rows, known.words, length, tokenizer)
         return np.asarray(rows)
 
+    def index(self, client: int | str) -> int:
+        """Returns the number of a client, as `clients.index`."""
+        return clients.index(self.names, client, self.config.unseen)
+
     def predictor(
         self, state: RunState, t: int, client: int | str
     ) -> Callable[[Any], PyTree]:
@@ -130,7 +134,7 @@ class Trained:
           state: rows by client id.
           client: its number, its name, or "#3" for number 3.
         """
-        id = clients.index(self.names, client, self.config.unseen)
+        id = self.index(client)
         context = self.alone.context(self.key, self.federation, t)
         given = (context, self.alone.place(state), id)
 

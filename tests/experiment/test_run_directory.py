@@ -144,6 +144,19 @@ def test_missing_rows_and_other_data_are_refused(experiment, begun):
         begun.open(experiment)
 
 
+def test_other_code_is_named(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def constant(staleness):\n    return 1.0\n")
+    given = {"asynchronous": "fedasync", "staleness": f"{file}:constant"}
+    config = CONFIG.replace(algo="fedavg", devices="1", participation="0.5", **given)
+    directory, e = RunDirectory(tmp_path / "run"), build(config)
+    directory.open(e)
+    directory.append({"round": 0}, {"round": 0})
+    file.write_text("def constant(staleness):\n    return 0.5\n")
+    with pytest.raises(InputError, match=r"other code \(.*own\.py\)"):
+        directory.open(e)
+
+
 def test_a_run_that_grows_forgets_its_last_evaluation(experiment, begun):
     rows = begun._rewound("metrics.jsonl", 6, 2, experiment.config.rounds - 1)
     assert ["pre/acc" in row for row in rows] == [True, False] * 3

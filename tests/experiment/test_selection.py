@@ -32,6 +32,7 @@ def test_the_best_mean_over_seeds_is_chosen_per_method(root):
     ditto, local = content["chosen"]
     assert ditto["label"] == "ditto, lr=0.1" and local["label"] == "local, lr=0.5"
     assert ditto["runs"] == ["ditto-0.1-0", "ditto-0.1-1"]
+    assert "unequal" not in " ".join(selection.sentences(content))
     assert ditto["edges"] == [] and local["edges"] == ["lr=0.5 of 0.01, 0.1, 0.5"]
     assert len(results.find([root])) == 4 and len(results.find([root], True)) == 12
 
@@ -55,6 +56,8 @@ def test_another_sweep_of_the_directory_keeps_the_choice(root):
     runs = [results.load(root / f"apfl-{seed}") for seed in (0, 1)]
     content = selection.write(root, selection.choose(runs, "val/acc"))
     assert [x["algo"] for x in content["chosen"]] == ["ditto", "local", "apfl"]
+    unequal = "unequal numbers of values: 3 of ditto, 3 of local, 1 of apfl."
+    assert unequal in selection.sentences(content)[-1]
 
 
 def test_settings_of_the_data_are_not_chosen(tmp_path):

@@ -2,6 +2,7 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import toy
 
 from experiment.runs import SMALL, rows, run
-from fedjax_pfl import experiment
+from fedjax_pfl import experiment, simulate
 from fedjax_pfl.data import partition
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import callbacks, results, warm_start
@@ -184,6 +185,23 @@ def test_patience_ends_a_run_and_a_resume_ends_at_the_same_round(tmp_path, capsy
     capsys.readouterr()
     assert run("--resume", f"--workdir={directory.path}") == 0
     assert "round 1/" not in capsys.readouterr().out  # nothing is trained
+
+
+def test_a_last_evaluation_that_is_the_best_is_no_reason_to_end(monkeypatch):
+    said, e = [], build(CONFIG.replace(rounds=9))
+    directory = SimpleNamespace(
+        rows=lambda _: (), save=lambda *_: None, summarize=lambda **x: said.append(x)
+    )
+    early = callbacks.EarlyStopping(1, directory)
+    early.start(e, 0)
+    state = e.program.place(warm_start.first_state(e))
+    for i, value in enumerate((0.5, 0.4, 0.6)):
+        scores = {"val": {"acc": np.full(e.task.num_clients, value)}}
+        monkeypatch.setattr(callbacks.metrics, "points", lambda _, x=scores: x)
+        metrics = None if i == 2 else ()
+        early(simulate.Result(i, state, metrics, None))
+    assert said[-2]["best"]["round"] == 2
+    assert said[-1] == {"stopped": "No better val/acc in 1 evaluation before the last"}
 
 
 def test_the_first_of_metrics_or_watch_decides():
