@@ -47,6 +47,8 @@ COSTS = {
 FLOOR = "majority baseline"
 SELECTION = "selection.json"  # of a sweep, see `selection`
 ABOVE = "clients above Local (%)"
+# settings that name no run
+_SKIPPED = {"algo", "preset", "seed", "eval_every", *FREE}
 _COUNTS = ("down", "up", "ints", "public_data")  # traffic in numbers of 4 bytes
 _ROUNDING = 1e-6  # scores are float32
 
@@ -308,21 +310,46 @@ def labels(runs: Sequence[Run], of: str = "both") -> dict[str, str]:
     Args:
       of: "method" leaves out the settings of the data, "data" the method.
     """
-    usual = settings(Config().flat())
-    known = {str(run.path): usual | settings(run.config) for run in runs}
-    skipped = {"algo", "preset", "seed", "eval_every", *FREE}
-    # pandas would take None in a column of text as no value
-    texts = {path: {n: str(x) for n, x in own.items()} for path, own in known.items()}
-    table, result = pd.DataFrame(texts).T, {}
+    known, table = _settings(runs)
+    result = {}
     for path, own in known.items():
         parts = {"method": user_code.short(own["algo"])}
         same = table[table["algo"] == own["algo"]]
-        for name in (x for x in own if x not in skipped and own[x] is not None):
+        for name in (x for x in own if x not in _SKIPPED and own[x] is not None):
             if (table if name in DATA else same)[name].nunique(dropna=False) > 1:
                 parts[name] = f"{name.removeprefix('hparams.')}={own[name]}"
         if of != "both":
             parts = {n: x for n, x in parts.items() if (n in DATA) == (of == "data")}
         result[path] = ", ".join(parts.values())
+    return result
+
+
+def _settings(runs: Sequence[Run]) -> tuple[dict[str, dict[str, Any]], pd.DataFrame]:
+    """Returns settings {path: {name: value}}, and a table of them as text."""
+    usual = settings(Config().flat())
+    known = {str(run.path): usual | settings(run.config) for run in runs}
+    # pandas would take None in a column of text as no value
+    texts = {path: {n: str(x) for n, x in own.items()} for path, own in known.items()}
+    return known, pd.DataFrame(texts).T
+
+
+def own_settings(runs: Sequence[Run]) -> dict[str, str]:
+    """Returns what `labels` leaves out, {path: text}: settings that one method has
+    throughout and another one has not, and hyperparameters that are no default."""
+    (known, table), result = _settings(runs), {}
+    skipped = {*_SKIPPED, *DATA, "rounds", "tuned"}
+    for path, own in known.items():
+        same, parts = table[table["algo"] == own["algo"]], []
+        named = not user_code.named(own["algo"])
+        usual = hyperparameters.defaults(find_method(own["algo"])) if named else {}
+        for name in (x for x in own if x not in skipped and own[x] is not None):
+            plain = name.removeprefix("hparams.")
+            differs = table[name].nunique() > 1
+            if plain != name:
+                differs = plain in usual and str(usual[plain]) != str(own[name])
+            if differs and same[name].nunique() == 1:
+                parts.append(f"{plain}={own[name]}")
+        result[path] = ", ".join(parts)
     return result
 
 
@@ -453,7 +480,8 @@ def comparison(
     """Returns a table of text: a row per label, the best before local training first.
 
     Columns: mean over clients before and after local training and of the worst tenth,
-    the share of clients above Local where there is a run of Local, the paper's score
+    the share of clients above Local where there is a run of Local, settings by which
+    methods differ, the paper's score
     and its published number where a preset has one, rounds, megabytes and seconds. ± is
     over seeds.
 
@@ -475,13 +503,14 @@ def comparison(
         "worst 10 %": ("pre", "worst10"),
         f"{unit} after": ("post", "macro"),
     }
-    cells, means, above = {}, {}, above_local(runs)
+    cells, means, above, own = {}, {}, above_local(runs), own_settings(runs)
     for label, of in rows.groupby("label", sort=False):
         found = {t: cell(seeds, label, p, name, x) for t, (p, x) in shown.items()}
         if label != FLOOR:
             run = known[of["run"].iloc[0]]
             gains = [above[path] for path in of["run"].unique() if path in above]
             found[ABOVE] = metrics.text("acc", float(np.mean(gains))) if gains else ""
+            found["settings"] = own[str(run.path)]
             found |= _published(seeds, label, run) | _totals(of, run, cost)
         cells[label] = found
         scored = of[of["score"] == name]

@@ -369,7 +369,8 @@ def closing(directory: RunDirectory) -> str:
     rows = table[table["score"].isin(shown_scores)]
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
-    kept = [x for x in costs.columns if not x.endswith(("before", "after", "10 %"))]
+    left = ("before", "after", "10 %", "settings")
+    kept = [x for x in costs.columns if not x.endswith(left)]
     parts = "; ".join(f"{title}: {costs.iloc[0][title]}" for title in kept)
     ending = [f"All results: fedjax-pfl report {directory.path}", *results.notes([run])]
     return "\n".join(["", shown, parts, *ending])

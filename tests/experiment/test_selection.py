@@ -40,7 +40,8 @@ def test_the_best_mean_over_seeds_is_chosen_per_method(root):
 def test_a_report_hides_the_test_scores_of_the_others(root, capsys):
     report.main([str(root)])
     text = capsys.readouterr().out
-    assert "| ditto " in text and "lr=" not in text
+    assert "| ditto " in text and text.count("lr=") == 2
+    assert "| lr=0.1 " in text and "| lr=0.5 " in text  # in a column of their own
     report.main([str(root), "--all"])
     text = capsys.readouterr().out
     assert "val/acc (%)" in text and "before" not in text
