@@ -4,7 +4,7 @@
 
 A claim about a method holds where its mechanism acts. The numbers show whether it does:
 the coefficients of `mnfl` and `mnfl_het`, the mixture of `pfedafm`, the latent c of
-`feddva` and the policy of `fedcp`.
+`feddva`, the policy of `fedcp` and the gradients of the tasks of `pfedc`.
 """
 
 import sys
@@ -24,6 +24,8 @@ from fedjax_pfl.algorithms.fedcp import (
     gated,
     policy_network,
 )
+from fedjax_pfl.algorithms.pfedc.class_groups import columns, task_losses
+from fedjax_pfl.algorithms.pfedc.task_maps import branches
 from fedjax_pfl.experiment import results
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.types import PyTree
@@ -168,12 +170,54 @@ def _gates(run: Run, row: PyTree, k: int) -> np.ndarray:
     return np.asarray(apply(w, frozen, x, mask, False, jax.random.key(0))[2])
 
 
+def conflict(run: Run) -> dict[str, float]:
+    """Measures whether the tasks of a client of pFedC ask for opposite steps of the
+    body, at the server's model.
+
+    Gradients of the task losses by the body are on training images of the client.
+
+    Returns:
+      cosine: mean cosine of the gradients of two tasks, over pairs and clients;
+      negative: share of pairs below 0; norms: largest norm of a client's gradients
+      divided by the smallest, a median over clients.
+    """
+    e, server, of = run.experiment, run.state().server, run.config["hparams"]
+    b, model = branches(e.task, of["tasks"], of["head"]), e.task.model
+
+    def losses(body: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
+        mask = jnp.ones(len(y), bool)
+        w = {**server, "body": body}
+        h, _ = model.features(w, x, mask=mask, train=False)
+        z = columns(server["head"], h)
+        return task_losses(b, z, y, mask, of["task_loss"])[0]
+
+    cosines, ratios = [], []
+    for k in range(e.task.num_clients):
+        rows = e.partition.train[k, : min(EXAMPLES, e.partition.train_sizes[k])]
+        x, y = e.dataset.prepare(e.dataset.x[rows]), jnp.asarray(e.dataset.y[rows])
+        slopes = jax.tree.leaves(jax.jacrev(losses)(server["body"], x, y))
+        g = np.concatenate([np.asarray(s).reshape(len(s), -1) for s in slopes], axis=1)
+        norms = np.linalg.norm(g, axis=1)
+        g, norms = g[norms > 0], norms[norms > 0]
+        if len(g) > 1:
+            gram = (g @ g.T) / np.outer(norms, norms)
+            cosines.append(gram[np.triu_indices(len(g), 1)])
+            ratios.append(norms.max() / norms.min())
+    found = np.concatenate(cosines)
+    return {
+        "cosine": found.mean(),
+        "negative": (found < 0).mean(),
+        "norms": float(np.median(ratios)),
+    }
+
+
 MEASURED: dict[str, Callable[[Run], dict[str, float]]] = {
     "mnfl": coefficients,
     "mnfl_het": coefficients,
     "pfedafm": mixture,
     "feddva": personal_latent,
     "fedcp": policy,
+    "pfedc": conflict,
 }
 
 

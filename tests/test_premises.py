@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
 
 from benchmarks import latents, premises
+from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.types import State
 
 
@@ -44,6 +48,23 @@ def test_a_mixture_is_compared_with_its_parts():
     found = premises.mixture(run_of(clients={"alpha": np.eye(2)}, scores=scores))
     expected = {"alpha": 0.5, "alpha_std": 0.5, "mixed": 0.8, "own": 0.5, "shared": 0.9}
     assert found == expected
+
+
+def test_tasks_in_conflict(tmp_path):
+    """Two tasks at equal heads want the opposite of the features of either's images."""
+    settings = {"algo": "pfedc", "model": "mlp", "clients": 3, "data_fraction": 0.3}
+    e = build(Config(**settings, partition="iid", devices="1"))
+    state = e.alone.unplace(e.alone.init(e.key, e.traced))
+    head = jax.tree.map(jnp.zeros_like, state.server["head"])
+    head["kernel"] = head["kernel"].at[:, ::2].set(1e-3).at[:, 1::2].set(-1e-3)
+    server = {**state.server, "head": head}
+    run = run_of(server, **e.config.flat())
+    run.experiment = e
+    # most images are "no" for both of two tasks, whose logits have opposite signs
+    found = premises.conflict(run)
+    assert 0.5 < found["negative"] < 0.6 and found["norms"] >= 1
+    head["kernel"] = jnp.abs(head["kernel"])
+    assert premises.conflict(run)["cosine"] > 0.5
 
 
 def planted(of_kind, of_client, noise, seed=0):
