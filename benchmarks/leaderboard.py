@@ -106,8 +106,9 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
     given += ["--val_fraction=0.2", "--eval_every=1000", "--width=1", "--devices=1"]
     given += [f"--public={PUBLIC[setting]}"] if algo in NEEDS_PUBLIC else []
     given += MORE.get(algo, [])
-    rates = RATES[-1:] if algo in OWN_RATES else RATES
-    first = [f"--seed={SEEDS[0]}", f"--lr={','.join(map(str, rates))}"]
+    tuned = algo not in OWN_RATES
+    first = [f"--seed={SEEDS[0]}"]
+    first += [f"--lr={','.join(map(str, RATES))}"] * tuned
     sweep.sweep([*given, *first, f"--root={folder}"])
     others = ",".join(map(str, SEEDS[1:]))
     while True:
@@ -118,7 +119,8 @@ def add(setting: str, algo: str, root: Path) -> dict[str, Any]:
         if found["seeds"] == len(SEEDS):
             return found
         own = folder / f"others-lr={lr}"
-        sweep.sweep([*given, f"--seed={others}", f"--lr={lr}", f"--root={own}"])
+        rest = [f"--seed={others}", *[f"--lr={lr}"] * tuned]
+        sweep.sweep([*given, *rest, f"--root={own}"])
 
 
 def keep(setting: str, algo: str, found: dict[str, Any]) -> None:

@@ -437,10 +437,8 @@ def test_texts_take_the_vocabulary_and_the_length_of_a_base():
         prepare, y = datasets.prepare_integers, np.zeros(len(x), np.int32)
         return datasets.Dataset("t", x, y, len(x), 2, prepare, words=words)
 
-    base = texts(("", "?", "good", "bad"), (2, 3, 2))
-    found = text.like(texts(("", "?", "bad", "new"), (2, 3)), base)
-    assert found.words == base.words and found.x.tolist() == [[3, 1, 0]]
+    words = ("", "?", "good", "bad")
+    found = text.like(texts(("", "?", "bad", "new"), (2, 3)), words, 3)
+    assert found.words == words and found.x.tolist() == [[3, 1, 0]]
     with pytest.raises(InputError, match="give --max_length=3"):
-        text.like(texts(("", "?", "bad"), (2, 2, 2, 2)), base)
-    with pytest.raises(InputError, match="needs a base of texts"):
-        text.like(base, base._replace(words=None))
+        text.like(texts(("", "?", "bad"), (2, 2, 2, 2)), words, 3)

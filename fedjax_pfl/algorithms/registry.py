@@ -29,11 +29,15 @@ _READ_BY = {
     "public": ("fedmd", "sim_pfd", "topk_pfd", "mnfl_het", "feddf", "pfeddf"),
     "shared_model": ("fml", "fedkd", "fedapen", "fedmrl", "pfedafm"),
 }
-_OPTIMIZER = ("optimizer", "momentum", "weight_decay", "clip")
+_OPTIMIZER = (
+    *("optimizer", "momentum", "weight_decay", "clip"),
+    *("lr", "lr_decay", "schedule"),
+)
 # settings of a run that a method does not read
 _UNREAD = {
-    "mocha": (*_OPTIMIZER, "batch_size", "epochs", "steps", "drop_last"),
+    "mocha": (*_OPTIMIZER, "batch_size", "epochs", "steps", "drop_last", "augment"),
     "pfedhn": _OPTIMIZER,
+    "feddva": ("model",),
 }
 
 F = TypeVar("F", bound=Factory)

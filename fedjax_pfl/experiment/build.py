@@ -92,9 +92,8 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     if private:
         inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
-        base = base_of(config.base)[1] if config.base else None
         known = config.data, dataset, partition, folders, private
-        dataset = inputs.vocabulary(*known, base)
+        dataset = inputs.vocabulary(*known, config.base)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     prepared = inputs.preparation_of(config.data, dataset, folders)
@@ -588,7 +587,7 @@ def _made(
     if adapt is None:
         return nnx_model.model(name, shape, num_classes, **options)
     factory: Factory | str = name
-    variables = None if base is None else base_of(base)[0]
+    variables = None if base is None else base_of(base)
     if folder is not None:
         found = pretrained.load(folder)
         factory = found.factory
@@ -601,19 +600,18 @@ _known = functools.cache(_made)  # one trace for all runs of a sweep
 
 
 @functools.cache  # one copy for all networks
-def base_of(path: str) -> tuple[PyTree, datasets.Dataset]:
-    """Returns the variables of the model that the clients of a finished run shared, and
-    the run's data set.
+def base_of(path: str) -> PyTree:
+    """Returns the variables of the model that the clients of a finished run shared,
+    from the files of the run alone.
 
     Raises:
       InputError: the run has no checkpoint, or its clients shared no body.
     """
-    e, _, state = restored(path)
-    server = state.method.server
+    server = Checkpoints(path).server()
     if not isinstance(server, dict) or not jax.tree.leaves(server.get("body")):
         raise InputError(f"--base={path} has no model that its clients shared.")
     parts = {name: server.get(name) or {} for name in ("body", "head", "stats")}
-    return jax.tree.map(jnp.asarray, parts), e.dataset
+    return jax.tree.map(jnp.asarray, parts)
 
 
 def rebuilt(path: str | Path) -> Experiment:
@@ -684,7 +682,7 @@ def digests(e: Experiment) -> dict[str, str]:
     c, public = e.config, (e.public.x, e.public.y) if e.public else ()
     # features differ in their last bits between devices
     data = e.unmarked if c.feature_cache else e.dataset
-    base = jax.tree.leaves(base_of(c.base)[0]) if c.base else []
+    base = jax.tree.leaves(base_of(c.base)) if c.base else []
     weights = " ".join(map(pretrained.digest, pretrained.folders(c.model.name)))
     noise = None
     if c.dp_epsilon is not None:
@@ -706,9 +704,10 @@ def own_code(e: Experiment) -> list[str]:
     c, (names, _) = e.config, architectures(e.config.model.name, len(e.everybody.train))
     found = [c.algo, *names, c.shared_model or "", c.dataset, c.partition.rule]
     found += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
-    found += [c.shift or "", c.adapt or ""]
+    attack = (c.malicious or "").partition(":")[2]
+    found += [c.shift or "", c.adapt or "", c.compress or "", attack]
     if c.asynchronous:  # else results do not depend on them
-        found += [c.staleness, c.speeds or "", c.bandwidths or ""]
+        found += [c.asynchronous, c.staleness, c.speeds or "", c.bandwidths or ""]
     return found
 
 

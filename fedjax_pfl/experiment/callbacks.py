@@ -29,6 +29,7 @@ from flax.training import early_stopping
 
 from fedjax_pfl import evaluation
 from fedjax_pfl.engine import distributed
+from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import figures, metrics, results, text, warm_start
 from fedjax_pfl.experiment.build import unseen_scorer
@@ -72,6 +73,7 @@ class EarlyStopping(Callback):
 
     def start(self, experiment: Experiment, start: int) -> None:
         score, better = experiment.headline
+        score = BENIGN + score if experiment.task.malicious is not None else score
         self.experiment, self._score = experiment, score
         self._sign = 1 if better == "min" else -1
         if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):
@@ -278,6 +280,7 @@ class ProgressBar(Callback):
         done, rounds = result.round + 1, self.experiment.config.rounds
         if result.pre is not None:
             name = self.experiment.headline[0]
+            name = BENIGN + name if BENIGN + name in result.pre else name
             mean = metrics.quantity(name, float(np.nanmean(result.pre[name])))
             self._score = f"  {name} {mean} before round {done}"
         loss = np.mean(result.metrics.loss[result.metrics.active])
@@ -343,6 +346,8 @@ class ClientTable(Callback):
         unseen = [f"unseen {name}" for name in (e.unseen.names if e.unseen else ())]
         rows = run.scores.assign(score=run.scores["point"] + "/" + run.scores["score"])
         away = rows["point"].str.startswith("unseen")
+        if run.best is not None:
+            rows, away = (x[away | (rows["round"] <= run.best)] for x in (rows, away))
         for part, names in ((rows[~away], e.names), (rows[away], unseen)):
             last = part.groupby(["client", "score"], sort=False)["value"].last()
             table = last.unstack()

@@ -1,5 +1,6 @@
 """Checkpoints of a run by orbax, with a digest of their numbers."""
 
+import functools
 import hashlib
 import importlib
 import json
@@ -11,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, first_line
 from fedjax_pfl.experiment.types import Trained
 from fedjax_pfl.types import PyTree, RunState, State
 
 CHECKPOINTS, BEST = "checkpoints", "best"
 KEEP = {CHECKPOINTS: 2, BEST: 1}
 DIGESTS = "digests.json"
+_BY_NAME = "by name: "  # begins a digest of numbers in the order of their names
 
 
 def read_json(file: Path, default: Any = None) -> Any:
@@ -74,7 +76,7 @@ class Checkpoints:
         try:
             self._manager(kind).save(step, args=ocp().args.StandardSave(sized))
         except ValueError as error:  # of tensorstore on a full disk
-            raise OSError(f"{self.path}: {str(error)[:200]}") from error
+            raise OSError(f"{self.path}: {first_line(error)[:200]}") from error
 
     @property
     def _digests(self) -> dict[str, str]:
@@ -100,10 +102,9 @@ class Checkpoints:
         try:
             args = ocp().args.StandardRestore(wanted)
             found = self._manager(kind).restore(step, args=args)
-            if self._digests.get(f"{kind}/{step}") not in (None, _digest(found)):
-                raise ValueError("its numbers are not those that were written.")
+            self._check(f"{kind}/{step}", found)
         except Exception as error:  # of many types in orbax and tensorstore
-            path, why = self.path / kind / str(step), str(error)[:200]
+            path, why = self.path / kind / str(step), first_line(error)[:200]
             raise InputError(f"{path} cannot be read, delete it: {why}") from error
         found = like._replace(method=found) if old else found
         return step, jax.tree.map(
@@ -119,11 +120,45 @@ class Checkpoints:
         Raises:
           InputError: there is none.
         """
-        early = "best" in read_json(self.path / "summary.json", {})
-        rounds, state = self.restore(experiment, BEST if early else CHECKPOINTS)
+        rounds, state = self.restore(experiment, self._latest)
         if state is None:
             raise InputError(f"{self.path} has no checkpoint yet.")
         return rounds, state
+
+    def server(self) -> PyTree:
+        """Returns the method's state of the server in the checkpoint of `latest`, as
+        dictionaries of arrays.
+
+        Raises:
+          InputError: there is none, or its numbers are not those that were written.
+        """
+        kind = self._latest
+        known = (self.path / kind).is_dir()
+        step = self._manager(kind).latest_step() if known else None
+        if step is None:
+            raise InputError(f"{self.path} has no checkpoint yet.")
+        try:
+            found = self._manager(kind).restore(step, args=ocp().args.StandardRestore())
+            self._check(f"{kind}/{step}", found)
+        except Exception as error:  # as in `restore`
+            path, why = self.path / kind / str(step), first_line(error)[:200]
+            raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        return found.get("method", found)["server"]  # of an earlier version: a State
+
+    @property
+    def _latest(self) -> str:
+        early = "best" in read_json(self.path / "summary.json", {})
+        return BEST if early else CHECKPOINTS
+
+    def _check(self, name: str, found: PyTree) -> None:
+        """Raises ValueError unless numbers are those that were written."""
+        known = self._digests.get(name)
+        # of an earlier version in the order of the leaves, which dictionaries lose
+        by_name = known is None or known.startswith(_BY_NAME)
+        if by_name and known not in (None, _digest(found)):
+            raise ValueError("its numbers are not those that were written.")
+        if not by_name and isinstance(found, tuple) and known != _in_order(found):
+            raise ValueError("its numbers are not those that were written.")
 
     def _earlier(self, kind: str, step: int) -> bool:
         """Returns whether a checkpoint holds a State alone, as before RunState."""
@@ -162,6 +197,15 @@ def _sized(tree: PyTree) -> PyTree:
 
 
 def _digest(tree: PyTree) -> str:
+    """Returns the SHA-256 of a tree's numbers in the order of their names, the same of
+    a NamedTuple and of the dictionary that orbax returns of it."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = sorted((name(path), i) for i, (path, _) in enumerate(pairs))
+    return _BY_NAME + _in_order([pairs[i][1] for _, i in leaves])
+
+
+def _in_order(tree: PyTree) -> str:
     """Returns the SHA-256 of a tree's numbers, in the order of its leaves."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):

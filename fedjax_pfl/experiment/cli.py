@@ -123,7 +123,9 @@ def isolated(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
         context = contextvars.copy_context()
-        trusted = {"--trust", "-trust", "--trust=true"} & {*argv}
+        words = [x.lstrip("-").partition("=") for x in argv if x.startswith("-")]
+        values = [value or "true" for name, _, value in words if name == "trust"]
+        trusted = [*values, "false"][0].lower() in ("true", "t", "1")  # as absl reads
         context.run(user_code.ONLY_KNOWN.set, not trusted)
         return context.run(main, argv)
 
@@ -133,9 +135,11 @@ def isolated(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], 
 def flags_by_section(known: Mapping[str, Flag]) -> str:
     """Returns the help of flags: those of the command, then the settings by section."""
     settings = {name for names in SECTIONS.values() for name in names}
-    own = {"This command": [name for name in known if name not in settings]}
+    own = [name for name in known if name not in settings]
+    (first, common), *others = SECTIONS.items()  # those that are used most
+    sections = [(first, common), ("This command", own), *others]
     lines = []
-    for title, names in (own | SECTIONS).items():
+    for title, names in sections:
         lines += [f"\n{title}:"] if any(name in known for name in names) else []
         for name in (x for x in names if x in known):
             flag = known[name]

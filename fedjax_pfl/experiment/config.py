@@ -32,10 +32,10 @@ COMMON = (  # flags that `--help` shows first
 class Method(groups.Group):
     """Method."""
 
-    algo: str = setting("", "method, or FILE.py:FUNCTION")
+    algo: str = setting("", "method of --list, or FILE.py:FUNCTION")
     preset: str | None = setting(
         None,
-        "setting of a paper, which other flags override; "
+        "setting of a paper, of --list, which other flags override; "
         "with --dataset=digits the preset digits replaces the defaults below",
     )
     tuned: bool = setting(
@@ -231,12 +231,17 @@ def check_given(config: Config, given: Mapping[str, Any]) -> None:
             raise InputError(f"--{flag} has no effect with --algo={config.algo}.")
 
 
+def needed(flag: str) -> tuple[str, str, list[str]]:
+    """Returns the setting that a setting needs, or "", "=" and values that it needs."""
+    name, equals, listed = _FIELDS[flag][1].metadata["needs"].partition("=")
+    return name, equals, listed.split("|")
+
+
 def check_needs(config: Config, flag: str) -> None:
     """Raises InputError for a setting without the one that it needs."""
-    name, equals, listed = _FIELDS[flag][1].metadata["needs"].partition("=")
+    name, equals, values = needed(flag)
     if not name:
         return
-    values = listed.split("|")
     starts = tuple(x for x in values if x.endswith(":"))
     value = str(config[name])
     known = value in values or value.startswith(starts)

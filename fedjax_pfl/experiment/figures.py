@@ -1,9 +1,11 @@
 """Figures of runs: `fedjax-pfl plot RUN ... [--output=FOLDER]`.
 
 RUN is a run directory, or the directory of a sweep. Several runs are compared by round,
-by cost, and from the worst client to the best. A single run also has its partition.
+by cost, and from the worst client to the best, over several settings of the data by
+mean ranks. A single run also has its partition.
 """
 
+import contextlib
 import itertools
 import math
 import textwrap
@@ -19,7 +21,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import attention, cli, metrics, results, standalone
+from fedjax_pfl.experiment import (
+    attention,
+    cli,
+    metrics,
+    results,
+    significance,
+    standalone,
+    text,
+)
 from fedjax_pfl.experiment.cli import Flag
 from fedjax_pfl.experiment.results import Run
 
@@ -313,6 +323,21 @@ def partition(
     return figure
 
 
+def ranks(found: significance.Ranks) -> Figure:
+    """Draws mean ranks over settings with Nemenyi's critical difference (Demsar, JMLR
+    2006): methods whose bars do not overlap differ."""
+    figure, ((axes,),) = _grid(1, 1, 5, 1 + 0.28 * len(found.means))
+    y, half = np.arange(len(found.means)), found.difference / 2
+    style: Any = {"fmt": "o", "capsize": 3, "markersize": 4, "color": PALETTE[0]}
+    axes.errorbar(found.means, y, xerr=half, **style)
+    axes.set_yticks(y, [text.proper(str(name)) for name in found.means.index])
+    axes.invert_yaxis()
+    title = f"Friedman p = {found.p:.2g}, critical difference {found.difference:.2f}"
+    xlabel = f"mean rank over {found.settings} settings (1 is best)"
+    axes.set(xlabel=xlabel, title=title)
+    return figure
+
+
 def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     """Draws the figures that need nothing but the files of runs: {name: figure}.
 
@@ -326,6 +351,9 @@ def figures(runs: Sequence[Run]) -> dict[str, Figure]:
         found["uploads"] = uploads(table, score)
     if (own := own_values(same)) is not None:
         found["values"] = own
+    with contextlib.suppress(InputError):  # few methods or settings
+        values = significance.scores(same, f"pre/{score}")
+        found["ranks"] = ranks(significance.friedman(values, runs[0].headline[1]))
     drawn = of_run(same[0]) if len(same) == 1 else curves(table, score)
     return {"curves": drawn} | found
 

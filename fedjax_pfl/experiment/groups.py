@@ -75,7 +75,7 @@ class Group:
 class Data(Group):
     """Data."""
 
-    dataset: str = setting("digits", "data set, npz:PATH or FILE.py:FUNCTION")
+    dataset: str = setting("digits", "data set of --list, npz:PATH or FILE.py:FUNCTION")
     data_fraction: Fraction = setting(1.0, "stratified fraction of the data set")
     tokenizer: str | None = setting(
         None, "tokens of texts: word, char or a Hugging Face tokenizer.json"
@@ -144,7 +144,8 @@ class Partition(Group):
 
     rule: str = setting(
         "pathological",
-        "assignment of examples, natural:COLUMN, file:PATH or FILE.py:FUNCTION",
+        "assignment of examples of --list, natural:COLUMN, file:PATH or "
+        "FILE.py:FUNCTION",
         flag="partition",
     )
     clients: Count | None = setting(
@@ -218,7 +219,7 @@ class Model(Group):
 
     name: str = setting(
         "auto",
-        "network; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
+        "network of --list; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
         "or file:PATH with a name per client; FILE.py:FUNCTION for your own; "
         "pretrained:FOLDER for weights of Hugging Face",
         flag="model",
@@ -282,7 +283,9 @@ class Local(Group):
         "constant", "factor on lr over the rounds", options=options.SCHEDULES
     )
     optimizer: str = setting(
-        "sgd", "optimizer of the clients, by its name in optax, or FILE.py:FUNCTION"
+        "sgd",
+        "optimizer of the clients, by its name in optax, as adam, adamw, rmsprop or "
+        "lion, or FILE.py:FUNCTION",
     )
     momentum: Rest = setting(0.0, "momentum of sgd", needs="optimizer=sgd")
     weight_decay: Annotated[float, Ge(0)] = setting(
@@ -392,7 +395,8 @@ class Uploads(Group):
     malicious: str | None = setting(
         None,
         f"fraction of malicious clients and their attack, FRACTION:ATTACK or "
-        f"FRACTION:ATTACK:SCALE, one of {', '.join(options.ATTACKS)}",
+        f"FRACTION:ATTACK:SCALE, one of {', '.join(options.ATTACKS)}, or "
+        "FRACTION:FILE.py:FUNCTION",
     )
     dp: Literal["client", "adaptive", "example"] | None = setting(
         None,

@@ -2,6 +2,7 @@
 taken from a file of --prepare."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fedjax_pfl.data import loading, preparation
 from fedjax_pfl.data.datasets import Dataset
@@ -10,9 +11,20 @@ from fedjax_pfl.data.preparation import Column, Preparation
 from fedjax_pfl.data.sources import text
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import groups
+from fedjax_pfl.experiment.checkpoints import read_json
 from fedjax_pfl.models import pretrained
 
 FIXED = "none"  # of --prepare
+FILE, TOKENIZER = "preparation.json", "tokenizer.json"  # in a run directory
+
+
+def recorded(folder: Path) -> Preparation | None:
+    """Returns the preparation that a run directory records."""
+    file, own = folder / FILE, folder / TOKENIZER
+    found = Preparation.from_json(read_json(file)) if file.is_file() else None
+    if found is not None and own.is_file():
+        return found._replace(tokenizer=str(own))
+    return found
 
 
 def check_private(data: groups.Data, dataset: Dataset, folders: Sequence[str]) -> None:
@@ -80,32 +92,40 @@ def vocabulary(
     trained: Partition,
     folders: Sequence[str],
     private: bool,
-    base: Dataset | None = None,
+    base: str | None = None,
 ) -> Dataset:
     """Returns a data set of tokens with its final vocabulary.
 
     Args:
       folders: of pretrained networks; the vocabulary is that of the first.
       private: the vocabulary of a tokenizer.json is taken whole.
-      base: the data set of the run whose network is adapted.
+      base: directory of the run whose network is adapted.
+
+    Raises:
+      InputError: the base has no texts, or shorter ones.
     """
-    if base is not None and data.prepare is None:
-        return text.like(dataset, base)
+    known = None if base is None else recorded(Path(base).expanduser())
+    if base is not None and (known is None or known.words is None):
+        raise InputError(f"{dataset.name} needs a base of texts, got {base}.")
+    if known is not None and data.prepare is None:
+        return text.like(dataset, known.words or (), known.max_length or 0)
     if folders:
         return text.using(dataset, pretrained.words(folders[0]))
     if data.prepare not in (None, FIXED):
         words = _public(f"text:{data.prepare}", data).words or ()
     elif _own_vocabulary(data) and (private or data.prepare == FIXED):
-        known = pretrained.words_of(str(data.tokenizer))
-        words = tuple(dict.fromkeys((*text.SPECIAL, *known)))
+        own = pretrained.words_of(str(data.tokenizer))
+        words = tuple(dict.fromkeys((*text.SPECIAL, *own)))
     elif data.prepare == FIXED:
         raise InputError(f"--prepare={FIXED} needs --tokenizer=FILE.json.")
     else:
         rows = flat(trained.train, trained.train_sizes)
         return text.restricted(dataset, rows)
-    if base is not None and tuple(words) != base.words:
+    if known is None:
+        return text.using(dataset, words)
+    if tuple(words) != known.words:
         raise InputError("--prepare gives other tokens than --base has: leave it out.")
-    return text.using(dataset, words) if base is None else text.like(dataset, base)
+    return text.like(dataset, words, known.max_length or 0)
 
 
 def _own_vocabulary(data: groups.Data) -> bool:

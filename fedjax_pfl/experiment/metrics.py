@@ -53,7 +53,9 @@ CLOCK = "clock/seconds"  # simulated seconds of a round of an asynchronous run
 LEADING = ("acc", "acc_present", "task_acc")  # shown before the others
 OF = "@"  # in a score of one architecture's clients: acc@lenet
 _SHARES = {"acc", "accuracy", "recall", "bal", "auc", "ap", "f1", "ece"}
+_SHARES |= {"exact", "hamming"}
 _LOWER = ("reconstruction", "kl_", "loss", "error", "perplexity")
+_LOWER_WORDS = {"ece", "mse", "mae"}
 _BASELINES = {
     "acc_present": "acc_majority",
     "acc_groups": "acc_majority",
@@ -89,7 +91,7 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
     if name == headline[0]:
         return headline[1]
     lower = any(word in name for word in _LOWER) and not is_share(name)
-    lower = lower or name == "ece"
+    lower = lower or not _LOWER_WORDS.isdisjoint(re.split("[/_]", name))
     return "min" if lower else "max"
 
 

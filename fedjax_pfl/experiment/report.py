@@ -75,7 +75,7 @@ def tables(
 ) -> dict[str, pd.DataFrame]:
     """Returns tables of text by title; the arguments are those of the flags."""
     table, headline = results.frame(runs), runs[0].headline
-    rows = results.best(table, best) if best else results.final(runs, table)
+    rows = shown_rows(runs, table, best)
     when = f"the round with the best {best}" if best else "the last round"
     if not best and any(run.best is not None for run in runs):
         when = "the best round"
@@ -93,6 +93,13 @@ def tables(
     if levels:
         found[f"First reached: {wanted}"] = results.rounds_to(table, levels, wanted)
     return found | tested
+
+
+def shown_rows(
+    runs: Sequence[Run], table: pd.DataFrame, best: str | None = None
+) -> pd.DataFrame:
+    """Returns the rows of the evaluation of each run that a report shows."""
+    return results.best(table, best) if best else results.final(runs, table)
 
 
 def _chosen(table: pd.DataFrame, words: str) -> pd.DataFrame:
@@ -129,15 +136,26 @@ def _values(runs: Sequence[Run], name: str) -> str:
     return ", ".join(dict.fromkeys(found))
 
 
-def page(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
-    """Returns one HTML page without links to other files."""
+def page(
+    runs: Sequence[Run], found: dict[str, pd.DataFrame], rows: pd.DataFrame
+) -> str:
+    """Returns one HTML page without links to other files.
+
+    Args:
+      rows: as of `shown_rows`.
+    """
     name, names = runs[0].headline[0], results.labels(runs)
-    rows = results.last(results.frame(runs))
-    scores = {}
+    parts: dict[str, list[pd.DataFrame]] = {}
     for run in runs:
-        own = dict(enumerate(run.clients))
-        scores[names[str(run.path)]] = results.last_scores(run, name).rename(index=own)
-    clients = pd.concat(scores, names=["method"]).rename(columns=metrics.POINTS)
+        own = results.last_scores(run, name).rename(index=dict(enumerate(run.clients)))
+        parts.setdefault(names[str(run.path)], []).append(own)
+    # a client is a row of the federation, other seeds may give it other examples
+    scores = {
+        label: pd.concat(of).groupby(level=0, sort=False).mean()
+        for label, of in parts.items()
+    }
+    clients = pd.concat(scores, names=["method", "client"])
+    clients = clients.rename(columns=metrics.POINTS)
     settings = pd.DataFrame({str(run.path): run.config for run in runs}).map(str)
     settings = settings.rename_axis("setting")
     equal = settings.nunique(axis=1) == 1
@@ -167,38 +185,65 @@ def main(argv: Sequence[str]) -> int:
     """Prints or writes the tables of a command line."""
     given, words = cli.parse(argv, FLAGS, __doc__ or "")
     style = choose("format", given.get("format", "markdown"), FORMATS)
+    if "score" in given and not {"target", "test"} & {*given}:
+        raise InputError("--score needs --target or --test.")
     try:
         levels = [float(x) for x in given.get("target", "").split(",") if x]
     except ValueError:
         raise InputError("--target must be numbers, as 0.8,0.9.") from None
     if given.get("all"):
-        return _grid(words, style)
+        others = {*given} - {"all", "format", "output", "trust"}
+        if others or style == "html":
+            wrong = sorted(others)[0] if others else "format=html"
+            raise InputError(f"--all does not go with --{wrong}.")
+        return _written(_grid(words, style), given.get("output"))
     runs = results.find(words)
     clock = {name: x for name, x in given.items() if name in CLOCK}
     runs = [results.timed(run, clock) for run in runs] if clock else runs
     names = ("score", "best", "cost", "test", "columns")
     found = tables(runs, levels, **{x: given[x] for x in names if x in given})
     texts = [f"{title}\n\n{results.render(x, style)}" for title, x in found.items()]
-    out = "\n\n".join([*texts, *results.notes(runs)])
+    known = (RunDirectory(root).read(results.SELECTION, {}) for root in words)
+    chosen = [
+        x for content in filter(None, known) for x in selection.sentences(content)
+    ]
+    out = "\n\n".join([*texts, *results.notes(runs), *chosen])
+    rows = shown_rows(runs, results.frame(runs), given.get("best"))
     if style == "latex":
-        left = (OVER_CLIENTS, significance.WILCOXON)
-        kept = [x for title, x in found.items() if not title.startswith(left)]
-        out = "\n\n".join(results.latex(x, runs[0].headline[1]) for x in kept)
+        out = _tabulars(runs, found)
     if style == "csv":
-        rows = results.over_seeds(results.last(results.frame(runs)))
-        out = rows.set_axis(map("_".join, rows.columns), axis=1).to_csv()
+        over = results.over_seeds(rows)
+        out = over.set_axis(map("_".join, over.columns), axis=1).to_csv()
     if style == "html":
-        out, given["output"] = page(runs, found), given.get("output", "report.html")
-    if "output" in given:
-        Path(given["output"]).write_text(out, encoding="utf-8")
-    cli.show(given.get("output", out))
+        out = page(runs, found, rows)
+        given["output"] = given.get("output", "report.html")
+    return _written(out, given.get("output"))
+
+
+def _tabulars(runs: Sequence[Run], found: dict[str, pd.DataFrame]) -> str:
+    """Returns tables as LaTeX, those of ranks with their test as a comment."""
+    both, data = results.labels(runs), results.labels(runs, "data")
+    of, parts = {both[path]: data[path] for path in both}, []
+    for title, table in found.items():
+        if not title.startswith((OVER_CLIENTS, significance.WILCOXON)):
+            comment = f"\n% {title}" if title.startswith(significance.RANKS) else ""
+            parts.append(results.latex(table, runs[0].headline[1], of) + comment)
+    return "\n\n".join(parts)
+
+
+def _written(text: str, file: str | None) -> int:
+    """Prints a text, or writes a file and prints its name; returns the exit code."""
+    if file is not None:
+        Path(file).write_text(text, encoding="utf-8")
+    cli.show(text if file is None else file)
     return 0
 
 
-def _grid(roots: Sequence[str], style: str) -> int:
-    """Prints the validation scores of all values of sweeps with --select."""
+def _grid(roots: Sequence[str], style: str) -> str:
+    """Returns the validation scores of all values of sweeps with --select."""
+    parts = []
     for root in roots:
         content = RunDirectory(root).read(results.SELECTION)
         table = selection.grid(results.find([root], every=True), content)
-        print(results.render(table, style), *selection.sentences(content), sep="\n\n")
-    return 0
+        parts += [results.render(table, style), *selection.sentences(content)]
+    return "\n\n".join(parts)

@@ -199,8 +199,8 @@ def frame(runs: Iterable[str | Path | Run]) -> pd.DataFrame:
     and simulated seconds until then, uploaded (megabytes that clients sent, integers
     and ciphertexts whole), examples and first_examples (processed by clients until
     then, and of them in the first round), point, score, the statistics over clients
-    (macro, micro, std, worst10 and best10 by what is better, clients), and every
-    setting; hyperparameters as hparams.NAME.
+    (macro, micro, std, worst10 and best10 by what is better, clients), better ("max" or
+    "min"), and every setting; hyperparameters as hparams.NAME.
     """
     loaded = [run if isinstance(run, Run) else load(run) for run in runs]
     parts = [part for run in loaded if not (part := _tidy(run)).empty]
@@ -224,6 +224,7 @@ def _tidy(run: Run) -> pd.DataFrame:
     lower = [metrics.better(name, run.headline) == "min" for name in long["score"]]
     ends = ["worst10", "best10"]  # in the rows the lowest and the highest tenth
     long.loc[lower, ends] = long.loc[lower, ends[::-1]].to_numpy()
+    long["better"] = np.where(lower, "min", "max")
     after, late = _spent(run), long["point"].isin(metrics.AFTER)
     before = after.shift(fill_value=0)
     before.loc[:, after.isna().all()] = np.nan
@@ -394,16 +395,18 @@ def last_scores(run: Run, score: str) -> pd.DataFrame:
 
 
 def at(table: pd.DataFrame, headline: str) -> tuple[pd.DataFrame, pd.Series, int]:
-    """Returns the rows of POINT/SCORE, its values, and 1 if more is better, else -1.
+    """Returns the rows of POINT/SCORE, of benign clients where there are malicious
+    ones, its values, and 1 if more is better, else -1.
 
     Raises:
       InputError: there are none.
     """
     point, score, statistic = metrics.split(headline)
+    table = benign(table, score)
     rows = table[(table["point"] == point) & (table["score"] == score)]
     if rows.empty:
         raise InputError(f"No run has the score {headline}.")
-    return rows, rows[statistic], 1 if metrics.better(score) == "max" else -1
+    return rows, rows[statistic], 1 if rows["better"].iloc[0] == "max" else -1
 
 
 def best(table: pd.DataFrame, by: str = "val/acc") -> pd.DataFrame:
@@ -643,15 +646,22 @@ def render(table: pd.DataFrame, style: str = "markdown") -> str:
     return flat.to_csv(index=False) if style == "csv" else flat.to_html(index=False)
 
 
-def latex(table: pd.DataFrame, better: str = "max") -> str:
+def latex(
+    table: pd.DataFrame, better: str = "max", data: Mapping[str, str] | None = None
+) -> str:
     """Returns a tabular with the papers' names of methods and the best scores in bold,
-    without seconds."""
+    without seconds.
+
+    Args:
+      data: {row: setting of the data}; the best is of a setting.
+    """
     shown = table.drop(columns=[x for x in table if "seconds" in x])
     rows = shown.drop(index=FLOOR, errors="ignore")
+    setting = [(data or {}).get(str(name), "") for name in rows.index]
     for column in shown if len(rows) > 1 else ():
         if column.endswith((" before", " after", "worst 10 %")):
             values = rows[column].str.extract(r"(-?[\d.]+)")[0].astype(float)
-            best = values.index[values == values.agg(better)]
+            best = values.index[values == values.groupby(setting).transform(better)]
             shown.loc[best, column] = "BEST" + shown.loc[best, column]
     names = [text.proper(str(name)) for name in shown.index]
     flat = shown.set_axis(names).rename_axis("method").reset_index()

@@ -31,7 +31,7 @@ from fedjax_pfl.data import partition
 from fedjax_pfl.data.sources import chat
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import metrics, standalone
+from fedjax_pfl.experiment import inputs, metrics, standalone
 from fedjax_pfl.experiment.build import check_growth, digests, own_code
 from fedjax_pfl.experiment.checkpoints import (
     BEST,
@@ -61,7 +61,7 @@ _REFUSED = {
         "config.json",
         "preparation.json",
         standalone.FILE,
-        standalone.TOKENIZER,
+        inputs.TOKENIZER,
         CHECKPOINTS,
         BEST,
         DIGESTS,
@@ -169,10 +169,10 @@ class RunDirectory:
             file = self.path / "partition.npz"
             partition.save(file, e.everybody, e.unmarked, e.dataset)
         if e.preparation is not None:
-            self.write("preparation.json", e.preparation.as_json())
+            self.write(inputs.FILE, e.preparation.as_json())
             tokenizer = Path(e.preparation.tokenizer or "").expanduser()
             if self._writes and tokenizer.suffix == ".json":
-                shutil.copyfile(tokenizer, self.path / standalone.TOKENIZER)
+                shutil.copyfile(tokenizer, self.path / inputs.TOKENIZER)
                 for file in filter(Path.exists, chat.files(tokenizer)):
                     shutil.copy(file, self.path)
         self.write(standalone.FILE, standalone.recorded(e))

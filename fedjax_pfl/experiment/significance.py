@@ -19,6 +19,7 @@ from fedjax_pfl.experiment.results import Run
 
 LEVEL = 0.05
 WILCOXON = "Wilcoxon p-values"
+RANKS = "Mean ranks"
 
 
 class Ranks(NamedTuple):
@@ -99,7 +100,7 @@ def tables(
     if test == "friedman":
         ranks = friedman(values, better)
         title = (
-            f"Mean ranks by {headline} over {ranks.settings} settings "
+            f"{RANKS} by {headline} over {ranks.settings} settings "
             f"(Friedman p = {ranks.p:.2g}, critical difference {ranks.difference:.2f})"
         )
         cells = ranks.means.map("{:.2f}".format).rename_axis("method")

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets
 from fedjax_pfl.data.preparation import Preparation
-from fedjax_pfl.experiment import config as settings
+from fedjax_pfl.experiment import config as settings, inputs
 from fedjax_pfl.experiment.build import (
     architectures,
     for_server,
@@ -23,7 +23,7 @@ from fedjax_pfl.experiment.groups import ONE_DEVICE
 from fedjax_pfl.experiment.types import Absent, Experiment, NeedsDataError, Trained
 from fedjax_pfl.types import Federation, Subset
 
-FILE, TOKENIZER = "inputs.json", "tokenizer.json"
+FILE = "inputs.json"
 PREPARATIONS = {
     function.__name__: function
     for function in (
@@ -91,20 +91,12 @@ def _federation(counts: np.ndarray, sizes: np.ndarray) -> Federation:
     return Federation(Absent(), here, here, here, jnp.asarray(counts))  # type: ignore[arg-type]  # in place of Examples
 
 
-def _preparation(folder: Path) -> Preparation | None:
-    file, own = folder / "preparation.json", folder / TOKENIZER
-    found = Preparation.from_json(read_json(file)) if file.is_file() else None
-    if found is not None and own.is_file():
-        return found._replace(tokenizer=str(own))
-    return found
-
-
 def owned(folder: Path) -> tuple[np.ndarray, list[str], tuple[str, ...]] | None:
     """Returns training examples of the clients that train by class [N, C], names of
     clients and of classes; None in a run of an earlier version."""
     if not (folder / FILE).is_file():
         return None
-    known, preparation = read_json(folder / "partition.json"), _preparation(folder)
+    known, preparation = read_json(folder / "partition.json"), inputs.recorded(folder)
     with np.load(folder / "partition.npz") as arrays:
         counts = np.delete(arrays["class_counts"], known["unseen"], axis=0)
     classes = None if preparation is None else preparation.classes
@@ -123,7 +115,7 @@ def trained(path: str | Path) -> Trained:
     if not (folder / FILE).is_file():
         raise NeedsDataError("It is of an earlier version.")
     facts, known = read_json(folder / FILE), read_json(folder / "partition.json")
-    preparation = _preparation(folder)
+    preparation = inputs.recorded(folder)
     with np.load(folder / "partition.npz") as arrays:
         counts, sizes = arrays["class_counts"], arrays["train_sizes"]
     config = config.replace(

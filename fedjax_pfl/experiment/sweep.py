@@ -11,11 +11,12 @@ program (--runs_at_once). With --select, validation scores choose among the valu
 each method. selection.json names the chosen runs, and only their test scores are shown.
 """
 
+import contextlib
 import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.data import federate
 from fedjax_pfl.data.sources import table
 from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.evaluation import METRICS, PERPLEXITY
 from fedjax_pfl.experiment import (
     cli,
     config as settings,
@@ -123,6 +125,10 @@ def sweep(argv: Sequence[str]) -> int:
     found = members(user, root, given.get("seeds"))
     if by and not by.startswith("val/"):
         raise InputError(f"--select={by} must be a validation score, as val/acc.")
+    score = (by or "").removeprefix("val/")
+    known = [member.config.metrics.split(",") for member in found]
+    if score in (*METRICS, PERPLEXITY) and not all(score in x for x in known):
+        raise InputError(f"--select={by} needs --metrics={score}.")
     if by is not None and not all(member.config.val_fraction for member in found):
         raise InputError("--select needs --val_fraction.")
     cli.start(given)
@@ -147,7 +153,7 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
     names = [*algos, *map(user_code.short, algos)]
     for method in (name.rpartition(":")[0] for name in given["hparams"]):
         choose("method of --hparam", method, names) if method else None
-    found: dict[str, Member] = {}
+    found, read = dict[str, Member](), set[str]()
     for algo in algos:
         read_by_others = set().union(*(axes.keys() - unread(x) for x in algos))
         skipped = unread(algo) & read_by_others
@@ -157,9 +163,15 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
             if method in ("", algo, user_code.short(algo)):
                 known = hyperparameters.of(find(algo)).get(plain)
                 own[f"hparam.{plain}"] = _split(x, known)
+        swept = {name for name in own if len(own[name]) > 1}
         for values in itertools.product(*own.values(), first):
             user = dict(zip([*own, "seed"], values, strict=True)) | {"algo": algo}
-            several = [name for name in own if len(own[name]) > 1]
+            idle = _idle(user, swept)
+            if any(user[name] != own[name][0] for name in idle):
+                continue  # the run with the first value is the same
+            user = {name: x for name, x in user.items() if name not in idle}
+            read |= user.keys()
+            several = [name for name in own if name in swept and name in user]
             words = [f"{x.removeprefix('hparam.')}={user[x]}" for x in several]
             name = settings.file_name(
                 [user_code.short(algo), *words, f"seed{user['seed']}"]
@@ -169,7 +181,29 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
             chosen = [x for x in own if x.startswith("hparam.")]
             user["hparams"] = {x.removeprefix("hparam."): user.pop(x) for x in chosen}
             found[name] = Member(settings.resolve(user), RunDirectory(root / name))
+    if unused := sorted(axes.keys() - read):
+        raise InputError(f"--{unused[0]} has no effect with any of these values.")
     return list(found.values())
+
+
+def _idle(user: Mapping[str, Any], swept: Collection[str]) -> set[str]:
+    """Returns the settings that a value of another one, of a sweep, makes idle: alpha
+    of the partition iid among others."""
+    known = {x: settings.needed(x)[0] for x in user if x in SETTINGS}
+    linked = {x for x, name in known.items() if name in swept}
+    if not linked:
+        return linked
+    plain = {x: user[x] for x in user.keys() & SETTINGS.keys() - linked}
+    config = settings.resolve(plain)
+
+    def idle(flag: str) -> bool:
+        try:
+            settings.check_needs(config, flag)
+        except InputError:
+            return True
+        return False
+
+    return set(filter(idle, linked))
 
 
 def _values(name: str, value: Any) -> list[Any]:
@@ -222,10 +256,15 @@ def run_all(
         try:
             configs, directories = zip(*group, strict=True)
             codes.append(execute(directories, configs, rooms[kind], line))
+            done = [results.load(x.path) for x in directories if not codes[-1]]
         except InputError as error:
             print(error, file=sys.stderr)
             codes += [cli.BAD_INPUT] if len(group) == 1 else []
             left = [[member] for member in group if len(group) > 1] + left
+            done = []
+        if by is not None and done and jax.process_index() == 0:
+            # before the other runs train
+            results.at(results.final(done), by or f"val/{done[0].headline[0]}")
         if codes[-1] >= 128:
             return codes[-1]
     done = [results.load(x.path) for config, x in found if complete(x, config)]
@@ -242,12 +281,16 @@ class _Progress:
         self._begin = time.monotonic()
 
     def __call__(self, directory: RunDirectory) -> str:
-        summary, self._left = directory.summary, self._left - 1
-        found, name = summary["scores"], summary["headline"]["score"]
+        run, self._left = results.load(directory.path), self._left - 1
+        name = run.headline[0]
         shown = [f"pre/{name}", f"post/{name}"]
         if self._by is not None:
             shown = [self._by or f"val/{name}"]
-        scores = [f"{x} {metrics.quantity(x, found[x])}" for x in shown if x in found]
+        scores = []
+        for x in shown:
+            with contextlib.suppress(InputError):
+                (value,) = results.at(results.final([run]), x)[1]
+                scores.append(f"{x} {metrics.quantity(x, value)}")
         spent = time.monotonic() - self._begin
         left = self._left * spent / (self._todo - self._left)
         time_left = f", {text.duration(left)} left" * bool(self._left)

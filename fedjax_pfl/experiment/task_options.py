@@ -133,7 +133,9 @@ RULES = Options(
 _WEIGHTS = (asynchronous.constant, asynchronous.polynomial, asynchronous.hinge)
 STALENESS = Options("staleness", {x.__name__: x for x in _WEIGHTS})
 ATTACKS = Options(
-    "malicious", {x.__name__: x for x in (label_flip, sign_flip, scale, gaussian)}
+    "malicious",
+    {x.__name__: x for x in (label_flip, sign_flip, scale, gaussian)},
+    own=lambda function: function(),
 )
 COMPRESSIONS = Options(
     "compress",

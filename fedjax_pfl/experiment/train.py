@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets, federate
 from fedjax_pfl.engine import memory
+from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import DivergenceError, InputError
 from fedjax_pfl.experiment import (
     callbacks as standard,
@@ -365,12 +367,15 @@ def closing(directory: RunDirectory) -> str:
     run = results.load(directory.path)
     table, name = results.final([run]), run.headline[0]
     names = [name, *run.config.get("metrics", "").split(",")]
+    attacked = table["score"].eq(BENIGN + name).any()
+    rows = functools.reduce(results.benign, dict.fromkeys(names), table)
     shown_scores = [*names, "positives", "nan_rows", *map(metrics.baseline, names)]
-    rows = table[table["score"].isin(shown_scores)]
+    rows = rows[rows["score"].isin(shown_scores)]
     shown = results.statistics(rows, run.headline).to_string()
     costs = results.comparison([run], table).drop(results.FLOOR, errors="ignore")
     left = ("before", "after", "10 %", "settings")
     kept = [x for x in costs.columns if not x.endswith(left)]
     parts = "; ".join(f"{title}: {costs.iloc[0][title]}" for title in kept)
     ending = [f"All results: fedjax-pfl report {directory.path}", *results.notes([run])]
-    return "\n".join(["", shown, parts, *ending])
+    of = ["Scores are of benign clients."] * bool(attacked)
+    return "\n".join(["", shown, parts, *of, *ending])

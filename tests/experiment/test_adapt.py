@@ -8,7 +8,7 @@ import pytest
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import results
-from fedjax_pfl.experiment.build import build
+from fedjax_pfl.experiment.build import _known, base_of, build
 from fedjax_pfl.experiment.config import Config, resolve
 from fedjax_pfl.experiment.run_directory import RunDirectory
 from fedjax_pfl.experiment.train import execute
@@ -52,6 +52,13 @@ def test_a_run_adapts_the_network_of_another(base, tmp_path):
     hashes = json.loads((path / "partition.json").read_text())
     assert len(hashes["base"]) == 64
     state = results.load(path).state()  # the base is in no checkpoint
+    with pytest.MonkeyPatch.context() as patch:  # nor is its data set needed
+        patch.setattr(results, "rebuilt", None)
+        patch.setattr("fedjax_pfl.experiment.build._load", None)
+        for cached in (base_of, _known):
+            cached.cache_clear()
+        x = np.zeros((2, *e.dataset.x.shape[1:]), e.dataset.x.dtype)
+        assert results.load(path).predictor(1)(x).shape == (2, 10)
     assert sum(x.size for x in jax.tree.leaves(state)) == sizes[0]
 
 

@@ -42,6 +42,8 @@ def test_units_and_directions():
     assert all(map(metrics.is_share, shares))
     assert not any(map(metrics.is_share, ("elbo", "global_loss", "kl_z")))
     assert metrics.better("kl_z") == metrics.better("perplexity") == "min"
+    assert metrics.better("mse") == metrics.better("mae") == metrics.better("ece")
+    assert metrics.better("mse_mean") == metrics.better("ece") == "min"
     assert metrics.better("acc") == metrics.better("elbo") == "max"
     assert metrics.better("acc", ("acc", "min")) == "min"
     assert metrics.baseline("acc_present") == "acc_majority"

@@ -9,7 +9,7 @@ from scipy import stats
 
 from experiment import made
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import report, results, selection, significance
+from fedjax_pfl.experiment import figures, report, results, selection, significance
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_the_best_mean_over_seeds_is_chosen_per_method(root):
 def test_a_report_hides_the_test_scores_of_the_others(root, capsys):
     report.main([str(root)])
     text = capsys.readouterr().out
-    assert "| ditto " in text and text.count("lr=") == 2
-    assert "| lr=0.1 " in text and "| lr=0.5 " in text  # in a column of their own
+    assert "| ditto " in text and text.count("| lr=") == 2  # in a column of their own
+    assert "edge of its grid: local: lr=0.5 of 0.01, 0.1, 0.5." in text
     report.main([str(root), "--all"])
     text = capsys.readouterr().out
     assert "val/acc (%)" in text and "before" not in text
@@ -49,6 +49,26 @@ def test_a_report_hides_the_test_scores_of_the_others(root, capsys):
     assert "edge of its grid: local: lr=0.5 of 0.01, 0.1, 0.5." in text
     with pytest.raises(InputError, match=r"selection\.json"):
         report.main([str(root / "ditto-0.1-0"), "--all"])
+    assert report.main([str(root), "--all", f"--output={root / 'grid.md'}"]) == 0
+    assert (root / "grid.md").read_text().strip() == text.strip()
+    for wrong in ("--columns=before", "--test=wilcoxon", "--format=html"):
+        with pytest.raises(InputError, match="--all does not go with"):
+            report.main([str(root), "--all", wrong])
+    with pytest.raises(InputError, match="--score needs"):
+        report.main([str(root), "--score=pre/acc"])
+
+
+def test_a_score_of_which_less_is_better_is_chosen_by_its_least_value(tmp_path):
+    """Also one whose name alone does not say so: the headline does."""
+    for lr, gain in ((0.01, 0.01), (0.1, 0.05)):
+        run = made.run(tmp_path / str(lr), lr=lr, rounds=2, gain=gain)
+        headline = {"score": "acc", "better": "min"}
+        changed = run.summary | {"headline": headline}
+        (run.path / "summary.json").write_text(json.dumps(changed))
+    runs = results.find([tmp_path])
+    assert selection.choose(runs, "val/acc")["chosen"][0]["runs"] == ["0.01"]
+    best = results.best(results.frame(runs), "val/acc")
+    assert (best[best["score"] == "acc"]["round"] == 0).all()
 
 
 def test_another_sweep_of_the_directory_keeps_the_choice(root):
@@ -99,6 +119,13 @@ def test_friedman_has_demsars_critical_difference(tmp_path, capsys):
     assert ranks.p == pytest.approx(stats.chi2.sf(6, 2))
     report.main([str(tmp_path), "--test=friedman"])
     assert "3 settings (Friedman p = 0.05" in capsys.readouterr().out
+    report.main([str(tmp_path), "--test=friedman", "--format=latex"])
+    text = capsys.readouterr().out
+    assert "\n% Mean ranks by pre/acc over 3 settings (Friedman p = 0.05" in text
+    assert text.count(r"\textbf") == 3 * 3  # one per setting and column of scores
+    axes = figures.figures(runs)["ranks"].axes[0]
+    shown = [x.get_text() for x in axes.get_yticklabels()]
+    assert shown == ["Ditto", "FedAvg", "Local"]
     with pytest.raises(InputError, match="3 methods in 2 settings"):
         significance.friedman(significance.scores(runs[:1], "pre/acc"))
 

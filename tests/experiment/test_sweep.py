@@ -46,6 +46,18 @@ def test_a_setting_is_given_to_the_methods_that_read_it():
         members(algo="mocha", momentum="0.9")
 
 
+def test_a_setting_is_given_to_the_values_that_read_it():
+    given = {"partition": "iid,dirichlet_class", "alpha": "0.1,1"}
+    found = members(algo="fedavg", **given)
+    names = [x.directory.path.name for x in found]
+    assert len(names) == 3 and names[0] == "fedavg-partition=iid-seed0"
+    assert [x.config.alpha for x in found[1:]] == [0.1, 1.0]
+    with pytest.raises(InputError, match="--alpha needs"):
+        members(algo="fedavg", partition="iid", alpha="0.1,1")
+    with pytest.raises(InputError, match="no effect with any"):
+        members(algo="fedavg", partition="iid,pathological", alpha="0.1,1")
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -238,22 +238,20 @@ def using(dataset: Dataset, words: tuple[str, ...]) -> Dataset:
     return found
 
 
-def like(dataset: Dataset, other: Dataset) -> Dataset:
+def like(dataset: Dataset, words: Sequence[str], length: int) -> Dataset:
     """Returns the data set with the vocabulary and the number of tokens of another one,
     whose network it takes.
 
     Raises:
-      InputError: the other one has no texts, or shorter ones.
+      InputError: the other one has shorter texts.
     """
-    if other.words is None:
-        raise InputError(f"{dataset.name} needs a base of texts, got {other.name}.")
-    length, own = other.x.shape[1], dataset.x.shape[1]
+    own = dataset.x.shape[1]
     if own > length:
         raise InputError(
             f"{dataset.name} has texts of {own} tokens, the base takes {length}: give "
             f"--max_length={length}."
         )
-    found, more = using(dataset, other.words), ((0, 0), (0, length - own))
+    found, more = using(dataset, words), ((0, 0), (0, length - own))
     found = found._replace(x=np.pad(found.x, more, constant_values=PADDING))
     if dataset.positions is not None:
         found = found._replace(y=np.pad(found.y, more, constant_values=-1))
