@@ -219,8 +219,9 @@ class Model(Group):
 
     name: str = setting(
         "auto",
-        "network of --list; several: cnn,lenet (client i has number i mod G), blocks:cnn,lenet "
-        "or file:PATH with a name per client; FILE.py:FUNCTION for your own; "
+        "network of --list; several: cnn,lenet (client i has number i mod G), "
+        "blocks:cnn,lenet or file:PATH with a name per client; FILE.py:FUNCTION for "
+        "your own; "
         "pretrained:FOLDER for weights of Hugging Face",
         flag="model",
     )
