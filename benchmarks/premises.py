@@ -182,6 +182,8 @@ def conflict(run: Run) -> dict[str, float]:
       divided by the smallest, a median over clients.
     """
     e, server, of = run.experiment, run.state().server, run.config["hparams"]
+    usual = {"tasks": "class", "head": "group_softmax", "task_loss": "class"}
+    of = usual | {name: of[name] for name in usual if name in of}
     b, model = branches(e.task, of["tasks"], of["head"]), e.task.model
 
     def losses(body: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -197,13 +199,15 @@ def conflict(run: Run) -> dict[str, float]:
         x, y = e.dataset.prepare(e.dataset.x[rows]), jnp.asarray(e.dataset.y[rows])
         slopes = jax.tree.leaves(jax.jacrev(losses)(server["body"], x, y))
         g = np.concatenate([np.asarray(s).reshape(len(s), -1) for s in slopes], axis=1)
+        held = np.asarray(b.member) @ np.asarray(e.task.class_counts[k]) > 0
         norms = np.linalg.norm(g, axis=1)
-        g, norms = g[norms > 0], norms[norms > 0]
+        here = held & (norms > 0)
+        g, norms = g[here], norms[here]
         if len(g) > 1:
             gram = (g @ g.T) / np.outer(norms, norms)
             cosines.append(gram[np.triu_indices(len(g), 1)])
             ratios.append(norms.max() / norms.min())
-    found = np.concatenate(cosines)
+    found = np.concatenate([*cosines, []])  # without any the means are NaN
     return {
         "cosine": found.mean(),
         "negative": (found < 0).mean(),

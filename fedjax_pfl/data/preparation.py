@@ -104,7 +104,8 @@ class Preparation(NamedTuple):
 
 def _warn_of_others(column: Column, cells: np.ndarray) -> None:
     """Logs the cells whose category no training row had, which count as missing."""
-    others = [x for x in cells if x is not None and x not in (column.categories or ())]
+    known = {*(column.categories or ()), None}
+    others = [x for x in cells if x not in known]
     if others:
         text = "%s: %d rows have categories that no training row had, such as %r."
         logging.warning(text, column.name, len(others), others[0])

@@ -66,6 +66,7 @@ from fedjax_pfl.types import Federation, Model, PyTree, RunState, Task
 from fedjax_pfl.uploads.privacy import per_example
 
 OWN_NETWORKS = ("feddva",)  # methods that ignore --model
+OPTIONS_CODE = "code of options"  # in partition.json, not of earlier versions
 
 
 def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
@@ -684,7 +685,7 @@ def digests(e: Experiment) -> dict[str, str]:
     data = e.unmarked if c.feature_cache else e.dataset
     base = jax.tree.leaves(base_of(c.base)) if c.base else []
     weights = " ".join(map(pretrained.digest, pretrained.folders(c.model.name)))
-    noise = None
+    options, noise = user_code.digest(code_of_options(e)), None
     if c.dp_epsilon is not None:
         noise = upload_options.noise_of(c.uploads, c.rounds, e.task)
     return {
@@ -693,6 +694,7 @@ def digests(e: Experiment) -> dict[str, str]:
         "networks": _digest("\n".join(e.networks).encode()),
         "partition": digest(e.everybody),
         "code": user_code.digest(own_code(e)) or "",
+        **({OPTIONS_CODE: options} if options else {}),
         **({"base": _digest(*base)} if base else {}),
         **({"weights": weights} if weights else {}),
         **({"noise (--dp_epsilon, --rounds)": str(noise)} if noise is not None else {}),
@@ -703,9 +705,13 @@ def own_code(e: Experiment) -> list[str]:
     """Returns the settings of a run that may name functions of the user."""
     c, (names, _) = e.config, architectures(e.config.model.name, len(e.everybody.train))
     found = [c.algo, *names, c.shared_model or "", c.dataset, c.partition.rule]
-    found += [c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
-    attack = (c.malicious or "").partition(":")[2]
-    found += [c.shift or "", c.adapt or "", c.compress or "", attack]
+    return [*found, c.optimizer, c.loss, c.mix, c.schedule, c.sampling]
+
+
+def code_of_options(e: Experiment) -> list[str]:
+    """Returns further such settings, which earlier versions did not record."""
+    c, attack = e.config, (e.config.malicious or "").partition(":")[2]
+    found = [c.shift or "", c.adapt or "", c.compress or "", attack]
     if c.asynchronous:  # else results do not depend on them
         found += [c.asynchronous, c.staleness, c.speeds or "", c.bandwidths or ""]
     return found

@@ -73,7 +73,8 @@ class EarlyStopping(Callback):
 
     def start(self, experiment: Experiment, start: int) -> None:
         score, better = experiment.headline
-        score = BENIGN + score if experiment.task.malicious is not None else score
+        if experiment.task.malicious is not None and not score.startswith(BENIGN):
+            score = BENIGN + score
         self.experiment, self._score = experiment, score
         self._sign = 1 if better == "min" else -1
         if not (experiment.partition.val_sizes.any() and experiment.config.eval_every):

@@ -124,8 +124,12 @@ def isolated(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], 
     def run(argv: Sequence[str]) -> int:
         context = contextvars.copy_context()
         words = [x.lstrip("-").partition("=") for x in argv if x.startswith("-")]
-        values = [value or "true" for name, _, value in words if name == "trust"]
-        trusted = [*values, "false"][0].lower() in ("true", "t", "1")  # as absl reads
+        known = {"notrust": "false"}
+        values = ["false"]  # as absl reads them, the last counts
+        for name, _, value in words:
+            if name in ("trust", "notrust"):
+                values.append(value or known.get(name, "true"))
+        trusted = values[-1].lower() in ("true", "t", "1")
         context.run(user_code.ONLY_KNOWN.set, not trusted)
         return context.run(main, argv)
 

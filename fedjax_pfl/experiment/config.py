@@ -240,13 +240,16 @@ def needed(flag: str) -> tuple[str, str, list[str]]:
 def check_needs(config: Config, flag: str) -> None:
     """Raises InputError for a setting without the one that it needs."""
     name, equals, values = needed(flag)
-    if not name:
-        return
-    starts = tuple(x for x in values if x.endswith(":"))
-    value = str(config[name])
-    known = value in values or value.startswith(starts)
-    if not (known if equals else config[name]):
+    if name and not satisfied(flag, config[name]):
         raise InputError(f"--{flag} needs --{name}{equals}{', '.join(values)}.")
+
+
+def satisfied(flag: str, value: Any) -> bool:
+    """Returns whether a value of the setting that a setting needs is one of those."""
+    _, equals, values = needed(flag)
+    starts = tuple(x for x in values if x.endswith(":"))
+    known = str(value) in values or str(value).startswith(starts)
+    return known if equals else bool(value)
 
 
 def _check_asynchronous(server: groups.Server, uploads: groups.Uploads) -> None:

@@ -105,7 +105,9 @@ def vocabulary(
       InputError: the base has no texts, or shorter ones.
     """
     known = None if base is None else recorded(Path(base).expanduser())
-    if base is not None and (known is None or known.words is None):
+    if base is not None and known is None:
+        raise InputError(f"--base={base} has no {FILE}: it must be a run of texts.")
+    if known is not None and known.words is None:
         raise InputError(f"{dataset.name} needs a base of texts, got {base}.")
     if known is not None and data.prepare is None:
         return text.like(dataset, known.words or (), known.max_length or 0)

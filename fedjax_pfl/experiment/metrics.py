@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl import simulate
+from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.engine.results import columns, of_round, scores
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.evaluation import STATISTICS
@@ -87,7 +88,7 @@ def is_share(score: str) -> bool:
 
 def better(score: str, headline: Headline = ACCURACY) -> str:
     """Returns "max" or "min": the better of two values of a score."""
-    name = score.partition(OF)[0]
+    name = score.partition(OF)[0].removeprefix(BENIGN)
     if name == headline[0]:
         return headline[1]
     lower = any(word in name for word in _LOWER) and not is_share(name)

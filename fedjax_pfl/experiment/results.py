@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from fedjax_pfl import clock, evaluation, hyperparameters, local_training, user_code
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find as find_method
 from fedjax_pfl.engine.flops import flops_of_step
 from fedjax_pfl.engine.parts import BENIGN
@@ -341,8 +342,8 @@ def own_settings(runs: Sequence[Run]) -> dict[str, str]:
     skipped = {*_SKIPPED, *DATA, "rounds", "tuned"}
     for path, own in known.items():
         same, parts = table[table["algo"] == own["algo"]], []
-        named = not user_code.named(own["algo"])
-        usual = hyperparameters.defaults(find_method(own["algo"])) if named else {}
+        factory = ALGORITHMS.get(own["algo"])
+        usual = hyperparameters.defaults(factory) if factory else {}
         for name in (x for x in own if x not in skipped and own[x] is not None):
             plain = name.removeprefix("hparams.")
             differs = table[name].nunique() > 1

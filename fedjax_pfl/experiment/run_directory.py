@@ -32,7 +32,13 @@ from fedjax_pfl.data.sources import chat
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import inputs, metrics, standalone
-from fedjax_pfl.experiment.build import check_growth, digests, own_code
+from fedjax_pfl.experiment.build import (
+    OPTIONS_CODE,
+    check_growth,
+    code_of_options,
+    digests,
+    own_code,
+)
 from fedjax_pfl.experiment.checkpoints import (
     BEST,
     CHECKPOINTS,
@@ -182,11 +188,13 @@ class RunDirectory:
         self, experiment: Experiment, hashes: Row, now: Row
     ) -> tuple[int, RunState | None]:
         recorded, before = self.read("partition.json"), self.read("versions.json")
-        if other := [name for name, x in hashes.items() if recorded.get(name) != x]:
-            own = dict.fromkeys(user_code.module_names(own_code(experiment)))
-            code = f"code ({', '.join(own)})" if own else "code"
-            what = ", ".join(code if name == "code" else name for name in other)
-            raise InputError(f"{self.path} was begun with other {what}.")
+        known = {OPTIONS_CODE: hashes.get(OPTIONS_CODE)} | recorded
+        if other := [name for name, x in hashes.items() if known.get(name) != x]:
+            code = {"code": own_code, OPTIONS_CODE: code_of_options}
+            for i, of in ((other.index(x), code[x]) for x in code if x in other):
+                files = dict.fromkeys(user_code.module_names(of(experiment)))
+                other[i] += f" ({', '.join(files)})" if files else ""
+            raise InputError(f"{self.path} was begun with other {', '.join(other)}.")
         if changed := [name for name, x in now.items() if before.get(name) != x]:
             names = ", ".join(changed)
             logging.warning("Other %s than at the start: last bits may differ.", names)

@@ -28,7 +28,7 @@ from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.data import federate
 from fedjax_pfl.data.sources import table
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.evaluation import METRICS, PERPLEXITY
+from fedjax_pfl.evaluation import HEADLINES, METRICS, PERPLEXITY
 from fedjax_pfl.experiment import (
     cli,
     config as settings,
@@ -127,7 +127,9 @@ def sweep(argv: Sequence[str]) -> int:
         raise InputError(f"--select={by} must be a validation score, as val/acc.")
     score = (by or "").removeprefix("val/")
     known = [member.config.metrics.split(",") for member in found]
-    if score in (*METRICS, PERPLEXITY) and not all(score in x for x in known):
+    # f1 is also the score of several labels
+    asked = {*METRICS, PERPLEXITY} - {name for name, _ in HEADLINES.values()}
+    if score in asked and not all(score in x for x in known):
         raise InputError(f"--select={by} needs --metrics={score}.")
     if by is not None and not all(member.config.val_fraction for member in found):
         raise InputError("--select needs --val_fraction.")
@@ -189,21 +191,15 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
 def _idle(user: Mapping[str, Any], swept: Collection[str]) -> set[str]:
     """Returns the settings that a value of another one, of a sweep, makes idle: alpha
     of the partition iid among others."""
-    known = {x: settings.needed(x)[0] for x in user if x in SETTINGS}
-    linked = {x for x, name in known.items() if name in swept}
-    if not linked:
-        return linked
-    plain = {x: user[x] for x in user.keys() & SETTINGS.keys() - linked}
-    config = settings.resolve(plain)
 
     def idle(flag: str) -> bool:
-        try:
-            settings.check_needs(config, flag)
-        except InputError:
-            return True
-        return False
+        name = settings.needed(flag)[0]
+        if name not in swept:
+            return False
+        value = hyperparameters.from_text(SETTINGS[name], user[name])
+        return not settings.satisfied(flag, value)
 
-    return set(filter(idle, linked))
+    return {flag for flag in user if flag in SETTINGS and idle(flag)}
 
 
 def _values(name: str, value: Any) -> list[Any]:
@@ -247,6 +243,7 @@ def run_all(
     codes, left = [0], _groups(found, at_once)
     line = _Progress(len(found), sum(map(len, left)), by)
     rooms: dict[str, Sequence[int]] = {}
+    unknown = by is not None and jax.process_index() == 0
     while left:
         group = left.pop(0)
         kind = _kind(group[0].config)
@@ -256,21 +253,26 @@ def run_all(
         try:
             configs, directories = zip(*group, strict=True)
             codes.append(execute(directories, configs, rooms[kind], line))
-            done = [results.load(x.path) for x in directories if not codes[-1]]
         except InputError as error:
             print(error, file=sys.stderr)
             codes += [cli.BAD_INPUT] if len(group) == 1 else []
             left = [[member] for member in group if len(group) > 1] + left
-            done = []
-        if by is not None and done and jax.process_index() == 0:
-            # before the other runs train
-            results.at(results.final(done), by or f"val/{done[0].headline[0]}")
+        unknown = unknown and not _known(found, by)
         if codes[-1] >= 128:
             return codes[-1]
     done = [results.load(x.path) for config, x in found if complete(x, config)]
     if done and jax.process_index() == 0:
         show(done, by)
     return next(filter(None, codes), 0)
+
+
+def _known(found: Sequence[Member], by: str | None) -> bool:
+    """Returns whether a run is finished; raises InputError if it has no score to choose
+    by, before the others train."""
+    done = [results.load(x.path) for config, x in found if complete(x, config)]
+    if done:
+        results.at(results.final(done), by or f"val/{done[0].headline[0]}")
+    return bool(done)
 
 
 class _Progress:

@@ -44,7 +44,7 @@ def first_state(e: Experiment) -> RunState:
     new = [x for x in map(_name, _leaves(state.method)) if x not in taken]
     if new and before.config.algo == e.config.algo:
         logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
-    return state
+    return jax.device_get(state)
 
 
 def overlaid(tree: PyTree, other: PyTree, taken: set[str]) -> PyTree:

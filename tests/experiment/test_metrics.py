@@ -44,6 +44,7 @@ def test_units_and_directions():
     assert metrics.better("kl_z") == metrics.better("perplexity") == "min"
     assert metrics.better("mse") == metrics.better("mae") == metrics.better("ece")
     assert metrics.better("mse_mean") == metrics.better("ece") == "min"
+    assert metrics.better("benign_own", ("own", "min")) == "min"
     assert metrics.better("acc") == metrics.better("elbo") == "max"
     assert metrics.better("acc", ("acc", "min")) == "min"
     assert metrics.baseline("acc_present") == "acc_majority"
