@@ -44,16 +44,14 @@ def scores(runs: Sequence[Run], headline: str) -> pd.DataFrame:
     for run in runs:
         path, seed = str(run.path), run.config["seed"]
         own = pd.concat({(data[path], seed): results.last_scores(run, score)})
-        columns.setdefault(methods[path], []).append(
-            own.get(point, pd.Series(dtype=float))
-        )
-    table = pd.DataFrame(
-        # runs may differ in settings that no label has
-        {
-            name: pd.concat(x).groupby(level=[0, 1, 2], sort=False).mean()
-            for name, x in columns.items()
-        }
-    )
+        own = own.reindex(columns=[point])[point]
+        columns.setdefault(methods[path], []).append(own)
+    # runs may differ in settings that no label has
+    means = {
+        name: pd.concat(x).groupby(level=[0, 1, 2], sort=False).mean()
+        for name, x in columns.items()
+    }
+    table = pd.DataFrame(means)
     if table.isna().all(axis=None):
         raise InputError(f"Clients have no score {headline}.")
     return table.rename_axis(["setting", "seed", "client"])
