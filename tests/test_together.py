@@ -5,25 +5,21 @@ import numpy as np
 import pytest
 import toy
 from test_devices import collectives, on_host, program_of
-from test_fuzz import MEAN
 from toy import assert_close
 
 from fedjax_pfl import simulate
-from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine import rounds
 from fedjax_pfl.types import Context
 
 KEY = jax.random.key(3)
 ROUNDS = 8
+# other methods are in test_fuzz, whose rounds go to the devices together, too
 QUICK = [
     ("ditto", 3, (0.3, 0.7)),
     toy.slow("privacy_pfedc", 1, (0.6, 0.6)),
     toy.slow("pfedma", 2, (1, 1)),
     toy.slow("pfedhn", 2, (0.6, 0.6)),
 ]
-# test_fuzz has them on several devices; methods whose round is one mean differ in what
-# one client does alone, and a scan over rounds does not see that
-ALL = [toy.slow(method, 1, (0.6, 0.6)) for method in sorted(set(ALGORITHMS) - MEAN)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +53,7 @@ def plain(metrics):
     )
 
 
-@pytest.mark.parametrize("method, devices, participation", [*QUICK, *ALL])
+@pytest.mark.parametrize("method, devices, participation", QUICK)
 def test_rounds_together_are_the_rounds_one_by_one(method, devices, participation):
     """Metrics, scores and states; after the first round, whose time is measured, 1 to
     4, 5, 6 and 7."""
