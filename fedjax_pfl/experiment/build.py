@@ -45,7 +45,7 @@ from fedjax_pfl.engine import (
 from fedjax_pfl.engine.method import headline as usual_headline
 from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
-from fedjax_pfl.errors import InputError, check
+from fedjax_pfl.errors import InputError, check, choose
 from fedjax_pfl.experiment import (
     clients,
     config as settings,
@@ -424,7 +424,7 @@ def headline(
         start = context.key, context.traced, program.placement
         state = jax.eval_shape(program.init, *start)
         names = jax.eval_shape(program.evaluate, context, state)
-        text.choose("score", found[0], names)
+        choose("score", found[0], names)
     return found
 
 

@@ -15,7 +15,7 @@ from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.algorithms.registry import unread
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import groups, text
 from fedjax_pfl.experiment.groups import BY_FILE, setting
 from fedjax_pfl.experiment.presets import DEFAULT_PRESETS, PRESETS, same, tuned
@@ -149,7 +149,7 @@ def resolve(given: Mapping[str, Any]) -> Config:
     base = read(Path(given["config"]).expanduser()) if given.get("config") else None
     usual = base.preset if base else DEFAULT_PRESETS.get(given.get("dataset", "digits"))
     name = usual if given.get("preset") is None else given["preset"]
-    preset = PRESETS[text.choose("preset", name, PRESETS)] if name else None
+    preset = PRESETS[choose("preset", name, PRESETS)] if name else None
     start = preset.settings_of(given.get("algo")) if preset else {}
     values = base.flat() if base else dict(start)
     for flag, x in given.items():

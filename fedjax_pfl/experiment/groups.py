@@ -374,7 +374,7 @@ class Server(Group):
             if (spec := getattr(self, name)) is not None:
                 clock.read(spec, name)
         servers = (*SERVERS, *OPTIMIZERS)
-        text.choose("server_optimizer", self.server_optimizer or "sgd", servers)
+        choose("server_optimizer", self.server_optimizer or "sgd", servers)
         if self.asynchronous is not None and low != high:
             raise InputError("--asynchronous excludes a range of --participation.")
 

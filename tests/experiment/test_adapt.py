@@ -1,5 +1,6 @@
 """Adapters of a run's network on the command line."""
 
+import importlib
 import json
 
 import jax
@@ -54,7 +55,8 @@ def test_a_run_adapts_the_network_of_another(base, tmp_path):
     state = results.load(path).state()  # the base is in no checkpoint
     with pytest.MonkeyPatch.context() as patch:  # nor is its data set needed
         patch.setattr(results, "rebuilt", None)
-        patch.setattr("fedjax_pfl.experiment.build._load", None)
+        module = importlib.import_module("fedjax_pfl.experiment.build")
+        patch.setattr(module, "_load", None)
         for cached in (base_of, _known):
             cached.cache_clear()
         x = np.zeros((2, *e.dataset.x.shape[1:]), e.dataset.x.dtype)

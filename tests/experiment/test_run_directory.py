@@ -153,7 +153,7 @@ def test_other_code_is_named(tmp_path):
     directory.open(e)
     directory.append({"round": 0}, {"round": 0})
     file.write_text("def constant(staleness):\n    return 0.5\n")
-    with pytest.raises(InputError, match=r"other code \(.*own\.py\)"):
+    with pytest.raises(InputError, match=r"other code of options \(.*own\.py\)"):
         directory.open(e)
 
 

@@ -54,7 +54,7 @@ def test_a_setting_is_given_to_the_values_that_read_it():
     assert [x.config.alpha for x in found[1:]] == [0.1, 1.0]
     with pytest.raises(InputError, match="--alpha needs"):
         members(algo="fedavg", partition="iid", alpha="0.1,1")
-    given = {"server_optimizer": "fedadam,fedyogi", "server_lr": "0.01,0.1"}
+    given = {"server_optimizer": "fedadam;fedyogi", "server_lr": "0.01,0.1"}
     assert len(members(algo="fedavg", **given)) == 4
     given = {"dp": "client,adaptive", "dp_noise": "1", "bn_stats": "local"}
     assert len(members(algo="fedavg", **given)) == 2
