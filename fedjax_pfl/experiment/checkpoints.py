@@ -198,7 +198,7 @@ def _sized(tree: PyTree) -> PyTree:
 
 def _digest(tree: PyTree) -> str:
     """Returns the SHA-256 of a tree's numbers in the order of their names, the same of
-    a NamedTuple and of the dictionary that orbax returns of it."""
+    a NamedTuple and of the dictionary that orbax returns for one."""
     name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     leaves = sorted((name(path), i) for i, (path, _) in enumerate(pairs))

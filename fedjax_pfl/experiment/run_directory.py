@@ -192,8 +192,8 @@ class RunDirectory:
         if other := [name for name, x in hashes.items() if known.get(name) != x]:
             code = {"code": own_code, OPTIONS_CODE: code_of_options}
             for i, of in ((other.index(x), code[x]) for x in code if x in other):
-                files = dict.fromkeys(user_code.module_names(of(experiment)))
-                other[i] += f" ({', '.join(files)})" if files else ""
+                own = dict.fromkeys(user_code.module_names(of(experiment)))
+                other[i] += f" ({', '.join(own)})" if own else ""
             raise InputError(f"{self.path} was begun with other {', '.join(other)}.")
         if changed := [name for name, x in now.items() if before.get(name) != x]:
             names = ", ".join(changed)

@@ -44,7 +44,7 @@ def test_hyperparameters_are_complete_and_typed():
         ({"algo": "xyzzy"}, "Unknown algo 'xyzzy'. Known"),
         ({"algo": "fedavg", "dataset": "femnist"}, "Unknown dataset 'femnist'. Known"),
         ({"algo": "fedavg", "partition": "noniid"}, "Did you mean pathological or"),
-        ({"algo": "fedavg", "preset": "pfedc_mnis"}, "Did you mean pfedc_mnist"),
+        ({"algo": "fedavg", "preset": "pfedc_mnis"}, "did you mean 'pfedc_mnist'"),
         ({"algo": "fedavg", "optimizer": "adm"}, "Did you mean adam"),
         ({"algo": "ditto", "hparams": {"lamb": "1"}}, "did you mean .lam"),
         ({"algo": "ditto", "hparams": {"lam": "x"}}, "`lam` must be a number"),

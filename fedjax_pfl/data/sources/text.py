@@ -238,7 +238,7 @@ def using(dataset: Dataset, words: tuple[str, ...]) -> Dataset:
     return found
 
 
-def like(dataset: Dataset, words: Sequence[str], length: int) -> Dataset:
+def like(dataset: Dataset, words: tuple[str, ...], length: int) -> Dataset:
     """Returns the data set with the vocabulary and the number of tokens of another one,
     whose network it takes.
 
