@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.interpreters import partial_eval
 
-from fedjax_pfl import trees
+from fedjax_pfl import hyperparameters, trees
 from fedjax_pfl.engine import method
 from fedjax_pfl.engine.parts import parts
 from fedjax_pfl.engine.program import set_up
@@ -290,7 +290,7 @@ def unused(s: Subject) -> list[str]:
     """Returns the numbers among a method's hyperparameters on which no result depends,
     the others at their values."""
     context, state, *rest = arguments(s)
-    left = set(s.traced) - {"lr"}
+    left = s.traced.keys() & hyperparameters.of(s.factory).keys()
     functions: tuple[Callable[[Any], Any], ...] = (
         lambda traced: s.round(context._replace(traced=traced), state, *rest),
         lambda traced: s.evaluate(context._replace(traced=traced), state),
