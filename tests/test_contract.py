@@ -370,8 +370,7 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
         "feddbe": (body + head + 8) * ones,
         "pfedfda": (body + 8 * C + 8 * 8) * ones,
         "scaffold": 2 * (body + head) * ones,
-        # two convolutions and a posterior of z; of c, after embeddings of the labels
-        "feddva": (76 + 536 + 112 + (180 + 2) + 140 + 536 + 112) * ones,
+        "feddva": (76 + 536 + 112) * ones,  # two convolutions and a posterior of z
         "pfedc": body + classes * (8 + 1),
         "fedssa": classes * (8 + 1),
         # all branches and the client's part in them, here unencrypted

