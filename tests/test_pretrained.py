@@ -417,7 +417,7 @@ def test_clients_tune_a_decoder_on_their_texts(flag, tmp_path):
     exec(lines, {"x": jnp.asarray(x)}, made := {})
     np.testing.assert_allclose(made["logits"], found.predictor(1)(x), atol=1e-6)
     written = json.loads(
-        (tmp_path / "run/client-1-peft/adapter_config.json").read_text()
+        (tmp_path / "run/client-bob-peft/adapter_config.json").read_text()
     )
     assert written["base_model_name_or_path"] == folder and written["r"] == 2
     assert "transformer.h.1.attn.c_attn" in written["target_modules"]
