@@ -152,7 +152,7 @@ def members(given: Mapping[str, Any], root: Path, seeds: int | None) -> list[Mem
     algos, first = axes.pop("algo", [""]), axes.pop("seed", ["0"])
     if seeds:
         first = [str(int(first[0]) + i) for i in range(seeds)]
-    names = [*algos, *map(user_code.short, algos)]
+    names = dict.fromkeys([*algos, *map(user_code.short, algos)])
     for method in (name.rpartition(":")[0] for name in given["hparams"]):
         choose("method of --hparam", method, names) if method else None
     found, read = dict[str, Member](), set[str]()
