@@ -99,13 +99,7 @@ class Checkpoints:
                 "another form: continue it there."
             )
         wanted = jax.eval_shape(_sized, like.method if old else like)
-        try:
-            args = ocp().args.StandardRestore(wanted)
-            found = self._manager(kind).restore(step, args=args)
-            self._check(f"{kind}/{step}", found)
-        except Exception as error:  # of many types in orbax and tensorstore
-            path, why = self.path / kind / str(step), first_line(error)[:200]
-            raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        found = self._read(kind, step, wanted)
         found = like._replace(method=found) if old else found
         return step, jax.tree.map(
             lambda x, stored: stored if x.size else np.zeros(x.shape, x.dtype),
@@ -137,18 +131,25 @@ class Checkpoints:
         step = self._manager(kind).latest_step() if known else None
         if step is None:
             raise InputError(f"{self.path} has no checkpoint yet.")
-        try:
-            found = self._manager(kind).restore(step, args=ocp().args.StandardRestore())
-            self._check(f"{kind}/{step}", found)
-        except Exception as error:  # as in `restore`
-            path, why = self.path / kind / str(step), first_line(error)[:200]
-            raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        found = self._read(kind, step)
         return found.get("method", found)["server"]  # of an earlier version: a State
 
     @property
     def _latest(self) -> str:
         early = "best" in read_json(self.path / "summary.json", {})
         return BEST if early else CHECKPOINTS
+
+    def _read(self, kind: str, step: int, *wanted: PyTree) -> PyTree:
+        """Returns a checkpoint like `wanted`, without it as dictionaries; InputError if
+        it cannot be read."""
+        try:
+            args = ocp().args.StandardRestore(*wanted)
+            found = self._manager(kind).restore(step, args=args)
+            self._check(f"{kind}/{step}", found)
+        except Exception as error:  # of many types in orbax and tensorstore
+            path, why = self.path / kind / str(step), first_line(error)[:200]
+            raise InputError(f"{path} cannot be read, delete it: {why}") from error
+        return found
 
     def _check(self, name: str, found: PyTree) -> None:
         """Raises ValueError unless numbers are those that were written."""

@@ -144,9 +144,9 @@ def absent(s: Subject) -> None:
 def means(s: Subject) -> None:
     """Clients send what they trained: each mean that `averages` names moves in a
     round."""
-    made = s.factory(s.task)
+    made, after = s.factory(s.task), run(s)[0]
     for name in made.averages if isinstance(made, Method) else ():
-        new, old = (jax.tree.leaves(x.server[name]) for x in (run(s)[0], s.start))
+        new, old = (jax.tree.leaves(x.server[name]) for x in (after, s.start))
         # a mean of equal numbers rounds
         if old and all(np.allclose(*x, 1e-6, 1e-6) for x in zip(new, old, strict=True)):
             raise ContractViolation(f"server[{name!r}] is what it was before the round")

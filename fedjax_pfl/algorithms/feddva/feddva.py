@@ -97,7 +97,7 @@ def feddva(
     exchange: Literal["z", "encoders"] = "z",
 ) -> Method:
     """Trains the decoder with frozen encoders, then the encoders with a frozen decoder;
-    averages the encoder of z.
+    averages the encoder of z, or both.
 
     Args:
       latent: d_z, dimensions of what is common, in [1, 1000000]; 4 in the paper, 8
