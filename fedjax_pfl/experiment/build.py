@@ -17,6 +17,7 @@ from chex import Numeric
 from fedjax_pfl import (
     augment,
     clock,
+    hyperparameters,
     local_training,
     simulate,
     user_code,
@@ -78,12 +79,13 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     Raises:
       InputError: the settings do not fit each other or the data.
     """
-    config = settings.complete(config)
     data = prepare(config.data, config.partition, config.model, config.seed)
     dataset, everybody, public = data.dataset, data.everybody, data.public
     model = usual_model(dataset) if config.model.name == "auto" else config.model.name
-    config = config.replace(clients=len(everybody.train), model=model)
-    names, of = architectures(model, len(everybody.train))
+    hparams = hyperparameters.defaults(find(config.algo)) | config.hparams
+    number = len(everybody.train)
+    config = config.replace(clients=number, model=model, hparams=hparams)
+    names, of = architectures(model, number)
     warn_of_data(config.data, data.unmarked, names)
     partition = select(everybody, data.trained)
     if upload_options.flips_labels(config.uploads):
@@ -353,7 +355,7 @@ def make_task(
         bn_stats=config.bn_stats,
         loop=config.loop,
         per_example=rule,
-        metrics=config.metrics.split(","),
+        metrics=config.evaluation.scores,
         **local_work(config.local, config.rounds, counts),
     )
 

@@ -85,6 +85,13 @@ OPTIONS = {
     if field.metadata["options"] is not None
 }
 FREE = {flag for flag, (_, field) in _FIELDS.items() if field.metadata["free"]}
+# {flag: what it needs to act}, {flag: those that must have their defaults}
+NEEDS: dict[str, tuple[groups.Need, ...]] = {
+    flag: field.metadata["needs"] for flag, (_, field) in _FIELDS.items()
+}
+EXCLUDES: dict[str, tuple[str, ...]] = {
+    flag: field.metadata["excludes"] for flag, (_, field) in _FIELDS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -93,7 +100,7 @@ class Config:
 
     `Config(lr=0.1, model="cnn")` takes settings by the names of their flags, and
     `config.lr` is `config.local.lr`. `partition` and `model` are groups. `resolve` adds
-    a preset; `build` completes `hparams`.
+    a preset and checks; `build` completes `hparams`.
     """
 
     method: Method
@@ -174,7 +181,10 @@ def resolve(given: Mapping[str, Any]) -> Config:
         values["lr"] = lr
     own = typed(find(algo), given.get("hparams", {}))
     values["hparams"] = known.get(algo, {}) | own
-    config = complete(Config(**values))
+    if values.get("base") and pretrained.is_folder(values["base"]):
+        values |= {"model": pretrained.PREFIX + values["base"], "base": None}
+    config = Config(**values)
+    check(config)
     check_given(config, given)
     return config
 
@@ -195,73 +205,41 @@ def _by_partition(
     return dict.fromkeys(BY_FILE) | ({"clients": given.get("clients")} if file else {})
 
 
-def complete(config: Config) -> Config:
-    """Returns the settings with all hyperparameters of the method.
-
-    Raises:
-      InputError: a value out of range, or settings that contradict each other.
-    """
+def check(config: Config) -> None:
+    """Raises InputError for a value out of range, or settings that contradict each
+    other."""
     factory = find(text.choose("algo", config.algo, ALGORITHMS))
-    hparams = hyperparameters.defaults(factory) | config.hparams
-    config = config.replace(hparams=hparams)
-    hyperparameters.check(factory, hparams)
-    for flag in SETTINGS:
-        value, known = config[flag], SETTINGS[flag]
+    hyperparameters.check(factory, hyperparameters.defaults(factory) | config.hparams)
+    for flag, known in SETTINGS.items():
+        value = config[flag]
         hyperparameters.check_value(known, value)
         if flag in OPTIONS and value is not None:
             OPTIONS[flag].read(value)
         if value != known.default and not known.default:
-            check_needs(config, flag)
+            check_partners(config, flag)
     for group in GROUPS:
         getattr(config, group).check()
-    _check_asynchronous(config.server, config.uploads)
-    if config.patience and config.val_fraction == 0:
-        raise InputError("--patience needs --val_fraction.")
-    if config.base is not None and pretrained.is_folder(config.base):
-        config = config.replace(model=pretrained.PREFIX + config.base, base=None)
-    return config
 
 
 def check_given(config: Config, given: Mapping[str, Any]) -> None:
     """Raises InputError for a given setting that has no effect in a run."""
     for flag in (x for x in SETTINGS if given.get(x) is not None):
-        check_needs(config, flag)
+        check_partners(config, flag)
         removes = flag == "public" and groups.public(config.public)[0] == config.dataset
         if flag in unread(config.algo) and not removes:
             raise InputError(f"--{flag} has no effect with --algo={config.algo}.")
 
 
-def needed(flag: str) -> tuple[str, str, list[str]]:
-    """Returns the setting that a setting needs, or "", "=" and values that it needs."""
-    name, equals, listed = _FIELDS[flag][1].metadata["needs"].partition("=")
-    return name, equals, listed.split("|")
-
-
-def check_needs(config: Config, flag: str) -> None:
-    """Raises InputError for a setting without the one that it needs."""
-    name, equals, values = needed(flag)
-    if name and not satisfied(flag, config[name]):
-        raise InputError(f"--{flag} needs --{name}{equals}{', '.join(values)}.")
-
-
-def satisfied(flag: str, value: Any) -> bool:
-    """Returns whether a value of the setting that a setting needs is one of those."""
-    _, equals, values = needed(flag)
-    starts = tuple(x for x in values if x.endswith(":"))
-    known = str(value) in values or str(value).startswith(starts)
-    return known if equals else bool(value)
-
-
-def _check_asynchronous(server: groups.Server, uploads: groups.Uploads) -> None:
-    """Raises InputError for settings that need rounds of a whole cohort."""
-    known = {
-        "--sampling": server.sampling != "uniform",
-        "--aggregate": server.aggregate != "mean",
-        "--dp": uploads.dp is not None,
-    }
-    excluded = [name for name, given in known.items() if given]
-    if server.asynchronous is not None and excluded:
-        raise InputError(f"--asynchronous excludes {', '.join(excluded)}.")
+def check_partners(config: Config, flag: str) -> None:
+    """Raises InputError for a setting without those that it needs, or with one that it
+    excludes."""
+    for need in NEEDS[flag]:
+        by_file = need.flag in BY_FILE and config.partition.given
+        if not by_file and not need.met(config[need.flag]):
+            raise InputError(f"--{flag} needs {need}.")
+    others = [x for x in EXCLUDES[flag] if config[x] != SETTINGS[x].default]
+    if others:
+        raise InputError(f"--{flag} excludes {', '.join(f'--{x}' for x in others)}.")
 
 
 def read(path: Path) -> Config:
@@ -273,6 +251,11 @@ def read(path: Path) -> Config:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         known = {x: content[x] for x in (*SETTINGS, "hparams") if x in content}
+        summary = path.with_name("summary.json")
+        if known.get("metrics") == "acc" and summary.is_file():
+            found = json.loads(summary.read_text(encoding="utf-8"))
+            if found.get("headline", {}).get("score") != "acc":
+                del known["metrics"]  # earlier versions recorded their default so
         return Config(**known)
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
@@ -303,7 +286,9 @@ def resumed(recorded: Config, given: Mapping[str, Any]) -> Config:
             "Choose another directory by --workdir (run) or --root (sweep)."
         )
     changed = {n: x for n, x in wanted.items() if n in FREE or n == "rounds"}
-    return complete(recorded.replace(**changed))
+    config = recorded.replace(**changed)
+    check(config)
+    return config
 
 
 def changes(given: Mapping[str, Any]) -> list[str]:

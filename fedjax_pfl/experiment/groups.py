@@ -8,7 +8,7 @@ type, range and choices, as that of a method's hyperparameter.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Interval
 
@@ -45,6 +45,7 @@ def setting(
     free: bool = False,
     flag: str = "",
     needs: str = "",
+    excludes: tuple[str, ...] = (),
     options: Options | None = None,
 ) -> Any:
     """Returns a field of a group.
@@ -53,15 +54,40 @@ def setting(
       help: one line.
       free: it may change when a run resumes.
       flag: of the command line; default: the field's name.
-      needs: setting without which this one has no effect, as SETTING, or as
+      needs: settings without which this one has no effect, as SETTING&SETTING, or as
         SETTING=VALUE|VALUE, where VALUE: is the start of a value.
+      excludes: settings that must then have their defaults.
       options: factories by which the value is read.
     """
     if options is not None:
         end = ", ".join([*options.forms(), "FILE.py:NAME"])
         help = f"{help}: {end}"
-    metadata = {"help": help, "free": free, "flag": flag, "needs": needs}
-    return dataclasses.field(default=default, metadata=metadata | {"options": options})
+    metadata = {"help": help, "free": free, "flag": flag, "options": options}
+    needed = tuple(map(Need.read, needs.split("&"))) if needs else ()
+    metadata |= {"needs": needed, "excludes": excludes}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Need(NamedTuple):
+    """A setting that another one needs, given or with one of some values."""
+
+    flag: str
+    values: tuple[str, ...]  # those that end in ":" are starts of values
+
+    @classmethod
+    def read(cls, text: str) -> "Need":
+        """Returns the need of SETTING or SETTING=VALUE|VALUE."""
+        flag, equals, values = text.partition("=")
+        return cls(flag, tuple(values.split("|")) if equals else ())
+
+    def met(self, value: Any) -> bool:
+        """Returns whether a value of the other setting is enough."""
+        starts = tuple(x for x in self.values if x.endswith(":"))
+        known = str(value) in self.values or str(value).startswith(starts)
+        return known if self.values else bool(value)
+
+    def __str__(self) -> str:
+        return f"--{self.flag}{'=' if self.values else ''}{', '.join(self.values)}"
 
 
 class Group:
@@ -339,6 +365,7 @@ class Server(Group):
     asynchronous: str | None = setting(
         None,
         "the server updates whenever clients arrive, a round being an update",
+        excludes=("sampling", "aggregate", "dp"),
         options=options.RULES,
     )
     staleness: str = setting(
@@ -447,10 +474,10 @@ class Uploads(Group):
 class Evaluation(Group):
     """Evaluation."""
 
-    metrics: str = setting(
-        "acc",
+    metrics: str | None = setting(
+        None,
         f"scores: acc, and further ones of {', '.join((*METRICS, PERPLEXITY))}, as "
-        "acc,auc",
+        "acc,auc (default: acc)",
     )
     eval_every: Annotated[int, Interval(ge=0, le=MOST)] = setting(
         1, "rounds between evaluations; 0: only after the last round"
@@ -459,7 +486,7 @@ class Evaluation(Group):
         0,
         "evaluations without a better validation score to stop after",
         free=True,
-        needs="eval_every",
+        needs="eval_every&val_fraction",
     )
     watch: str | None = setting(
         None,
@@ -475,8 +502,13 @@ class Evaluation(Group):
         """Raises InputError for an unknown score."""
         if self.watch is not None and not self.watch.startswith("val/"):
             raise InputError(f"--watch={self.watch} must be val/SCORE, as val/auc.")
-        for name in self.metrics.split(","):
+        for name in self.scores:
             choose("metric", name, ("acc", *METRICS, PERPLEXITY))
+
+    @property
+    def scores(self) -> list[str]:
+        """Returns the names of --metrics."""
+        return (self.metrics or "acc").split(",")
 
 
 ONE_DEVICE = {"devices": "1", "base_devices": "1"}

@@ -99,8 +99,8 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
 def watched(evaluation: Evaluation, usual: Headline) -> Headline:
     """Returns the score of --watch, else the first of --metrics, else the usual one of
     method and labels."""
-    listed = "" if evaluation.metrics == "acc" else evaluation.metrics.partition(",")[0]
-    name = (evaluation.watch or "").removeprefix(VAL) or listed or usual[0]
+    listed = evaluation.scores[0] if evaluation.metrics else usual[0]
+    name = (evaluation.watch or "").removeprefix(VAL) or listed
     return name, better(name, usual)
 
 

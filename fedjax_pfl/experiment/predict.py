@@ -369,5 +369,5 @@ def main(argv: Sequence[str]) -> int:
     found.to_csv(file, index=False)
     print(file)
     if {"label", "class"} <= {*found}:
-        print(confusion(found, e.config.metrics.split(",")))
+        print(confusion(found, e.config.evaluation.scores))
     return 0

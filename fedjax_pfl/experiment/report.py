@@ -27,7 +27,7 @@ from fedjax_pfl.experiment import (
     significance,
 )
 from fedjax_pfl.experiment.cli import Flag
-from fedjax_pfl.experiment.config import SETTINGS, Config, check_needs
+from fedjax_pfl.experiment.config import SETTINGS, Config, check_partners
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.run_directory import RunDirectory
 
@@ -131,7 +131,7 @@ def _values(runs: Sequence[Run], name: str) -> str:
         if value is None or (value == default and name not in _ALWAYS):
             continue
         with contextlib.suppress(InputError):  # it lacks a setting that it needs
-            check_needs(Config(**run.config), name)
+            check_partners(Config(**run.config), name)
             found.append(str(value))
     return ", ".join(dict.fromkeys(found))
 

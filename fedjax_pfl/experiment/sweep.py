@@ -126,7 +126,7 @@ def sweep(argv: Sequence[str]) -> int:
     if by and not by.startswith("val/"):
         raise InputError(f"--select={by} must be a validation score, as val/acc.")
     score = (by or "").removeprefix("val/")
-    known = [member.config.metrics.split(",") for member in found]
+    known = [member.config.evaluation.scores for member in found]
     # f1 is also the score of several labels
     asked = {*METRICS, PERPLEXITY} - {name for name, _ in HEADLINES.values()}
     if score in asked and not all(score in x for x in known):
@@ -193,11 +193,11 @@ def _idle(user: Mapping[str, Any], swept: Collection[str]) -> set[str]:
     of the partition iid among others."""
 
     def idle(flag: str) -> bool:
-        name = settings.needed(flag)[0]
-        if name not in swept:
-            return False
-        value = hyperparameters.from_text(SETTINGS[name], user[name])
-        return not settings.satisfied(flag, value)
+        return not all(
+            need.met(hyperparameters.from_text(SETTINGS[need.flag], user[need.flag]))
+            for need in settings.NEEDS[flag]
+            if need.flag in swept
+        )
 
     return {flag for flag in user if flag in SETTINGS and idle(flag)}
 

@@ -366,7 +366,7 @@ def closing(directory: RunDirectory) -> str:
     """Returns the headline, its costs and the published number of a finished run."""
     run = results.load(directory.path)
     table, name = results.final([run]), run.headline[0]
-    names = [name, *run.config.get("metrics", "").split(",")]
+    names = [name, *(run.config.get("metrics") or "acc").split(",")]
     attacked = table["score"].eq(BENIGN + name).any()
     rows = functools.reduce(results.benign, dict.fromkeys(names), table)
     shown_scores = [*names, "positives", "nan_rows", *map(metrics.baseline, names)]

@@ -5,7 +5,7 @@ import pytest
 
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import config as settings, groups
-from fedjax_pfl.experiment.config import FREE, HELP, SECTIONS, SETTINGS, Config, resolve
+from fedjax_pfl.experiment.config import FREE, HELP, SECTIONS, SETTINGS, resolve
 
 
 def test_every_setting_has_a_help_and_a_kind():
@@ -26,9 +26,7 @@ def test_a_given_value_overrides_the_preset_which_overrides_the_default():
     assert resolve({"algo": "fedcp", "hparams": {"lam": "2"}}).hparams["lam"] == 2.0
 
 
-def test_hyperparameters_are_complete_and_typed():
-    found = settings.complete(Config(algo="ditto")).hparams
-    assert found == {"lam": 1.0, "personal_epochs": None}
+def test_hyperparameters_are_typed():
     given = {"lam": "0.5", "personal_epochs": "3"}
     found = resolve({"algo": "ditto", "hparams": given}).hparams
     assert found == {"lam": 0.5, "personal_epochs": 3}
