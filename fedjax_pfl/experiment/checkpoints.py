@@ -1,10 +1,15 @@
 """Checkpoints of a run by orbax, with a digest of their numbers."""
 
+import contextlib
+import errno
 import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from fedjax_pfl.types import PyTree, RunState, State
 CHECKPOINTS, BEST = "checkpoints", "best"
 KEEP = {CHECKPOINTS: 2, BEST: 1}
 DIGESTS = "digests.json"
+_FILES = 2**17  # bytes of orbax's own files, and of the run's rows
 _BY_NAME = "by name: "  # begins a digest of numbers in the order of their names
 
 
@@ -39,6 +45,16 @@ def read_json(file: Path, default: Any = None) -> Any:
 def write_json(file: Path, content: Any) -> None:
     """Writes a JSON file whole or not at all."""
     replace(file, json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def replace(file: Path, content: str) -> None:
@@ -65,6 +81,10 @@ class Checkpoints:
         if step in (kept := self._manager(kind).all_steps()):
             return
         sized = _sized(state)
+        size = sum(x.nbytes for x in jax.tree.leaves(sized))
+        if shutil.disk_usage(self.path).free < size + _FILES:
+            why = f"{os.strerror(errno.ENOSPC)} for a checkpoint of {size:,} bytes"
+            raise OSError(errno.ENOSPC, why, str(self.path))
         known = {
             name: digest
             for name, digest in self._digests.items()
@@ -74,9 +94,11 @@ class Checkpoints:
         for later in (x for x in kept if x > step):  # of a run that was killed
             self._manager(kind).delete(later)
         try:
-            self._manager(kind).save(step, args=ocp().args.StandardSave(sized))
-        except ValueError as error:  # of tensorstore on a full disk
-            raise OSError(f"{self.path}: {first_line(error)[:200]}") from error
+            with _silent():  # orbax logs an error's traceback in each of its threads
+                self._manager(kind).save(step, args=ocp().args.StandardSave(sized))
+        except ValueError as error:  # of tensorstore on a disk that is full by now
+            why = first_line(error).rpartition(": ")[2]
+            raise OSError(f"{self.path}: {why}") from error
 
     @property
     def _digests(self) -> dict[str, str]:

@@ -1,10 +1,14 @@
 """Names, order and formatting of scores."""
 
+import json
+
 import pytest
 
 from fedjax_pfl.engine.results import Score, columns
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import metrics
+from fedjax_pfl.experiment.config import read
+from fedjax_pfl.experiment.groups import Evaluation
 
 
 @pytest.mark.parametrize(
@@ -60,3 +64,24 @@ def test_values_are_formatted():
     assert metrics.mean_std("acc", 0.9125, 0.01) == "91.2 ± 1.0"
     assert metrics.mean_std("elbo", -115.6, float("nan")) == "-115.6"
     assert metrics.text("acc", float("nan")) == "" and metrics.label("acc") == "acc (%)"
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ("elbo", "max")),
+        ({"metrics": "acc"}, ("acc", "max")),
+        ({"metrics": "auc,acc"}, ("auc", "max")),
+        ({"metrics": "auc", "watch": "val/ece"}, ("ece", "min")),
+    ],
+)
+def test_the_watched_score_is_the_given_one(given, expected):
+    assert metrics.watched(Evaluation(**given), ("elbo", "max")) == expected
+
+
+@pytest.mark.parametrize("score, expected", [("acc", "acc"), ("elbo", None)])
+def test_the_default_of_an_earlier_run_is_not_given(tmp_path, score, expected):
+    (tmp_path / "config.json").write_text(json.dumps({"metrics": "acc"}))
+    headline = {"headline": {"score": score, "better": "max"}}
+    (tmp_path / "summary.json").write_text(json.dumps(headline))
+    assert read(tmp_path / "config.json").metrics == expected

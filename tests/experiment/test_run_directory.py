@@ -1,5 +1,6 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -160,6 +161,16 @@ def test_other_code_is_named(tmp_path):
 def test_a_run_that_grows_forgets_its_last_evaluation(experiment, begun):
     rows = begun._rewound("metrics.jsonl", 6, 2, experiment.config.rounds - 1)
     assert ["pre/acc" in row for row in rows] == [True, False] * 3
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(experiment, begun, monkeypatch):
+    program = experiment.program
+    state = experiment.fetch(program.init(experiment.key, program.traced))
+    begun.save(2, state)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="No space left on device for a checkpoint of"):
+        begun.save(4, state)
+    assert RunDirectory(begun.path).restore(experiment)[0] == 2
 
 
 @pytest.mark.parametrize("name", ["partition.json", "config.json", "checkpoints"])
