@@ -17,6 +17,7 @@ import matplotlib
 import matplotlib.ticker
 import numpy as np
 import pandas as pd
+from absl import logging
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -370,9 +371,12 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(runs)
     if len(runs) == 1:
-        known = standalone.owned(runs[0].path)
-        counts, *names = known or (runs[0].trained.task.class_counts,)
-        drawn["partition"] = partition(counts, "", *names)
+        try:
+            known = standalone.owned(runs[0].path)
+            counts, *names = known or (runs[0].trained.task.class_counts,)
+            drawn["partition"] = partition(counts, "", *names)
+        except InputError as error:  # a run of an earlier version without its data
+            logging.warning("Not drawn: partition.png. %s", error)
     if "attention" in given:
         if len(runs) > 1:
             raise InputError("--attention needs one run.")

@@ -140,6 +140,19 @@ def test_the_command_writes_png_and_pdf(sweep, tmp_path, capsys):
     assert "curves.png" in capsys.readouterr().out
 
 
+def test_a_partition_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):
+    made.run(tmp_path / "run")  # without inputs.json, as of an earlier version
+
+    def gone(path):
+        raise InputError("The data set is gone.")
+
+    monkeypatch.setattr(results, "rebuilt", gone)
+    assert figures.main([str(tmp_path / "run")]) == 0
+    written = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
+    assert "curves.png" in written and "partition.png" not in written
+    assert "Not drawn: partition.png. " in caplog.text and "is gone" in caplog.text
+
+
 def test_attention_has_a_row_per_prediction():
     image, maps = np.ones((3, 8, 8, 1)), np.zeros((3, 4, 4))
     figure = attention.figure({"image": image, "global": maps, "all": maps + 2})
