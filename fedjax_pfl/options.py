@@ -21,6 +21,7 @@ class Options(dict[str, Factory]):
       given: names of the arguments that the caller gives.
       own: makes the option of a user's function FILE.py:NAME, its first argument, and
         of what the caller gives; None: the function itself is the option.
+      makes: types of what `own` may return.
       listed: texts are NAME:VALUE,VALUE,... of one value each, and make a list.
     """
 
@@ -30,10 +31,12 @@ class Options(dict[str, Factory]):
         factories: Mapping[str, Factory],
         given: Collection[str] = (),
         own: Factory | None = None,
+        makes: tuple[type, ...] = (),
         listed: bool = False,
     ):
         super().__init__(factories)
-        self.kind, self.given, self.own, self.listed = kind, given, own, listed
+        self.kind, self.given, self.listed = kind, given, listed
+        self.own, self.makes = own, makes
 
     def read(self, text: str) -> Factory:
         """Returns a function of the caller's arguments, by keyword, that makes the
@@ -47,11 +50,24 @@ class Options(dict[str, Factory]):
             function = user_code.load(self.kind, text)
             if self.own is None:
                 return lambda **given: function
-            return _called(self.own, {"function": function})
+            return self._own(text, _called(self.own, {"function": function}))
         if self.listed:
             each = [self._read(name, f"{colon}{word}") for word in rest.split(",")]
             return lambda **given: [make(**given) for make in each]
         return self._read(name, f"{colon}{rest}")
+
+    def _own(self, text: str, make: Factory) -> Factory:
+        """Returns the user's factory with messages that name it."""
+
+        def checked(**given: Any) -> Any:
+            with user_code.blamed(self.kind, text):
+                found = make(**given)
+                if self.makes and not isinstance(found, self.makes):
+                    wanted, got = self.makes[0].__name__, type(found).__name__
+                    raise InputError(f"It must return {wanted}, got {got}.")
+                return found
+
+        return checked
 
     def _read(self, name: str, text: str) -> Factory:
         factory = self[choose(self.kind, name, self)]

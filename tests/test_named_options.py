@@ -77,3 +77,20 @@ def test_names_of_files_and_modules():
         assert user_code.named(name)
     for name in ("focal:2", "npz:digits", "natural:speaker", "dirichlet:0.3", "cnn"):
         assert not user_code.named(name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [task_options.ATTACKS, task_options.COMPRESSIONS, ADAPTATIONS, task_options.RULES],
+    ids=lambda x: x.kind,
+)
+def test_what_an_own_factory_returns_is_checked(options, tmp_path):
+    file = tmp_path / f"{options.kind}.py"
+    file.write_text(
+        "def some(*given):\n    return 1\n\ndef none(x, y):\n    return 1\n"
+    )
+    given = {"staleness": None} if options.given == ("staleness",) else {}
+    with pytest.raises(InputError, match=r"some: It must return .*, got int"):
+        options.read(f"{file}:some")(**given)
+    with pytest.raises(InputError, match=r"none fails \(TypeError: "):
+        options.read(f"{file}:none")(**given)

@@ -17,7 +17,7 @@ from fedjax_pfl.engine import asynchronous
 from fedjax_pfl.engine.sampling import power_of_choice
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.options import Options
-from fedjax_pfl.types import Task
+from fedjax_pfl.types import Task, Upload
 from fedjax_pfl.uploads import attack, low_rank, qsgd, top_k
 from fedjax_pfl.uploads.chain import Option
 
@@ -129,6 +129,7 @@ RULES = Options(
     {x.__name__: x for x in (asynchronous.fedasync, asynchronous.fedbuff)},
     given=("staleness",),
     own=lambda function, staleness: function(staleness),
+    makes=(asynchronous.Rule,),
 )
 _WEIGHTS = (asynchronous.constant, asynchronous.polynomial, asynchronous.hinge)
 STALENESS = Options("staleness", {x.__name__: x for x in _WEIGHTS})
@@ -136,9 +137,11 @@ ATTACKS = Options(
     "malicious",
     {x.__name__: x for x in (label_flip, sign_flip, scale, gaussian)},
     own=lambda function: function(),
+    makes=(Upload, Option),
 )
 COMPRESSIONS = Options(
     "compress",
     {x.__name__: x for x in (top_k, qsgd, low_rank)},
     own=lambda function: function(),
+    makes=(Upload, Option),
 )

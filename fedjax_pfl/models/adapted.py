@@ -154,6 +154,7 @@ ADAPTATIONS = Options(
     },
     given=("alpha", "train"),
     own=lambda function: function(),
+    makes=(Adaptation,),
 )
 
 
