@@ -56,19 +56,30 @@ def build(
     split: str = "iid",
     steps: int | None = None,
     each: int = 100,
+    made: Model | None = None,
+    public: int = 0,
 ) -> tuple[Task, Federation]:
     """A task of `steps` local steps, or of one epoch if it is None, over clients with
-    `each` images on average."""
+    `each` images on average, and public images.
+
+    `made` takes the place of the model of this name."""
     data = dataset(SHAPES[model], clients * each * 4 // 3)
-    f = federate(data, partition(data, split, num_clients=clients, seed=0))
+    pool = dataset(SHAPES[model], public) if public else None
+    parts = partition(data, split, num_clients=clients, seed=0)
+    f = federate(data, parts, public=pool)
     local = {"rounds": 1} | (
         {"epochs": 1} if steps is None else {"epochs": None, "steps": steps}
     )
-    return simulate.task(
+    made = made or in_form(model, conv)
+    task = simulate.task(
         data,
         f.class_counts,
-        in_form(model, conv),
+        made,
+        shared=made,
         lr=0.01,
         batch_size=batch_size(model),
         **local,
-    ), f
+    )
+    if pool is not None:
+        task = simulate.with_public(task, pool)
+    return task, simulate.with_frozen(f, task)

@@ -78,7 +78,9 @@ def search(loss: Callable[[Array], Array]) -> Array:
 
     def step(i, beta):
         at = jnp.clip(beta[None] + around * 0.5 ** (i + 1), 0, 1).astype(beta.dtype)
-        return at[jnp.argmin(jax.vmap(loss)(at))]
+        # one after another: a batch of LAPACK's solutions hangs XLA's CPU client after
+        # convolutions (JAX 0.10)
+        return at[jnp.argmin(jax.lax.map(loss, at))]
 
     return jax.lax.fori_loop(0, HALVINGS, step, jnp.full(2, 0.5, jnp.float32))
 
