@@ -5,8 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import toy
 
+from benchmarks.runner import Runner
+from benchmarks.setting import build
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.pfedfda import JITTER, Gaussians, classifier, logits
 
@@ -150,3 +153,12 @@ def test_scores_after_training_take_them_too():
 
     before, after = jax.jit(lambda rows: cohort.map(both, rows))(state.clients)
     np.testing.assert_allclose(before[:4], after[:4], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_round_with_convolutions_ends():
+    """XLA's CPU client waited for ever where the search solved for all candidates at
+    once (JAX 0.10)."""
+    task, federation = build("lenet", clients=2, each=4)
+    runner = Runner(ALGORITHMS["pfedfda"], task, federation, width=2, devices=1)
+    assert runner() > 0
