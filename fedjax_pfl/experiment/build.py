@@ -79,6 +79,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
     Raises:
       InputError: the settings do not fit each other or the data.
     """
+    settings.check(config)  # again: in Python not all come from `resolve`
     data = prepare(config.data, config.partition, config.model, config.seed)
     dataset, everybody, public = data.dataset, data.everybody, data.public
     model = usual_model(dataset) if config.model.name == "auto" else config.model.name

@@ -100,7 +100,7 @@ class Config:
 
     `Config(lr=0.1, model="cnn")` takes settings by the names of their flags, and
     `config.lr` is `config.local.lr`. `partition` and `model` are groups. `resolve` adds
-    a preset and checks; `build` completes `hparams`.
+    a preset; `build` completes `hparams`.
     """
 
     method: Method

@@ -508,7 +508,7 @@ class Evaluation(Group):
     @property
     def scores(self) -> list[str]:
         """Returns the names of --metrics."""
-        return (self.metrics or "acc").split(",")
+        return ("acc" if self.metrics is None else self.metrics).split(",")
 
 
 ONE_DEVICE = {"devices": "1", "base_devices": "1"}

@@ -99,7 +99,7 @@ def better(score: str, headline: Headline = ACCURACY) -> str:
 def watched(evaluation: Evaluation, usual: Headline) -> Headline:
     """Returns the score of --watch, else the first of --metrics, else the usual one of
     method and labels."""
-    listed = evaluation.scores[0] if evaluation.metrics else usual[0]
+    listed = usual[0] if evaluation.metrics is None else evaluation.scores[0]
     name = (evaluation.watch or "").removeprefix(VAL) or listed
     return name, better(name, usual)
 

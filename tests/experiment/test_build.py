@@ -27,6 +27,20 @@ def make(**settings):
     return build(Config(**(SMALL | settings)))
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"dp": "example", "dp_epsilon": 2.0}, "needs --dp_noise in place"),
+        ({"dp": "client", "dp_noise": 1.0, "dp_epsilon": 1.0}, "got both"),
+        ({"dp_clip": 2.0, "dp_noise": 1.0}, "--dp_noise needs --dp"),
+        ({"momentum": 2.0}, "momentum"),
+    ],
+)
+def test_settings_that_are_not_resolved_are_checked(given, message):
+    with pytest.raises(InputError, match=message):
+        build(Config(algo="fedavg", **given))
+
+
 def test_an_experiment_is_complete():
     e = make(algo="ditto", model="auto", clients=4, partition="iid")
     assert e.config.model.name == "mlp" and e.config.hparams["lam"] == 1.0
