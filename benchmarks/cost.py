@@ -11,8 +11,7 @@ with further models, is in `arithmetic`, the operations of a local step relative
 FedAvg's, and in `GFLOP/s` (`fedjax_pfl.engine.flops` says what is counted). `MiB` is
 XLA's account of the round on each device, the data apart. Methods that need it have
 300 public images, LoRA of rank 4 in all layers, or the linear network, and are
-compared with FedAvg there. With --json `python docs/pages.py` writes the ratios into
-docs/methods.
+compared with FedAvg there. --json adds the ratios to results/cost.json.
 """
 
 import json
