@@ -44,6 +44,7 @@ class Dataset(NamedTuple):
     inputs: tuple[Column, ...] = ()
     classes: tuple[str, ...] | None = None  # their names; None: they are numbers
     note: str = ""  # how files were read, for the first lines of a run
+    packed: bool = False  # rows have several texts, as of `packing.packed`
 
     @property
     def positions(self) -> int | None:

@@ -28,11 +28,12 @@ from fedjax_pfl.data import (
     federate,
     loading,
     marks,
+    packing,
     partitioners,
     shifts,
 )
 from fedjax_pfl.data.partition import Partition, class_counts, digest, select
-from fedjax_pfl.data.sources import registry, text as tokens, tfds
+from fedjax_pfl.data.sources import chat, registry, text as tokens, tfds
 from fedjax_pfl.engine import (
     asynchronous,
     batch,
@@ -146,7 +147,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         headline=headline(config.evaluation, usual, task, alone, federation),
         networks=network_names(config.algo, model, len(of))[data.trained],
         planned=local_training.planned(task, task.sizes),
-        examples={"used": len(dataset.y), "available": available, "of": size},
+        examples={"used": data.used, "available": available, "of": size},
         marks=data.marks,
         classes=dataset.classes,
         preparation=prepared,
@@ -170,6 +171,7 @@ class Prepared(NamedTuple):
     trained: np.ndarray  # ids of the clients that train
     others: np.ndarray  # and of those that do not
     marks: tuple[str, ...]
+    used: int  # examples before they are packed
 
 
 def prepare(
@@ -180,6 +182,9 @@ def prepare(
     unmarked, public = divided(data, whole, seed)
     everybody = assign(partition, unmarked, seed)
     names = clients.names(partition.column, unmarked, everybody)
+    used = len(unmarked.y)
+    if data.pack:
+        unmarked, everybody = packing.packed(unmarked, everybody, row_length(data))
     _, of = architectures(model.name, len(names))
     trained, others = draw_unseen(partition.held_out, of, seed, names)
     unmarked = inputs.columns(data, unmarked, select(everybody, trained))
@@ -198,7 +203,13 @@ def prepare(
         trained,
         others,
         kinds,
+        used,
     )
+
+
+def row_length(data: groups.Data) -> int:
+    """Returns the tokens of a row of --pack."""
+    return data.max_length or chat.LENGTH
 
 
 def for_server(
@@ -309,6 +320,8 @@ def room(configs: Sequence[Config]) -> tuple[int, ...]:
         whole = load(config.data, config.partition, config.model, config.seed)
         dataset, _ = divided(config.data, whole, config.seed)
         rows = assign(config.partition, dataset, config.seed)
+        if config.pack:
+            _, rows = packing.packed(dataset, rows, row_length(config.data))
         widths.append(tuple(x.shape[1] for x in (rows.train, rows.val, rows.test)))
     return tuple(map(max, zip(*widths, strict=True)))
 
@@ -553,6 +566,8 @@ def network(model: groups.Model, dataset: datasets.Dataset, name: str) -> Model:
     """Returns a network for the prepared inputs of a data set."""
     if pretrained.folder(name) is None:
         text.choose("model", name, MODELS)
+    if dataset.packed and (model.adapt or "").startswith("prompt"):
+        raise InputError("--pack excludes --adapt=prompt.")
     example = datasets.prepared(dataset)
     given = name, example.shape[1:], dataset.num_classes, model.adapt, model.base
     options: dict[str, Any] = {
@@ -563,6 +578,7 @@ def network(model: groups.Model, dataset: datasets.Dataset, name: str) -> Model:
         "input_dtype": example.dtype,
         "vocabulary": dataset.vocabulary,
         "positions": dataset.positions,
+        "packed": dataset.packed,
     }
     if model.adapt is not None:
         options |= {"base_dtype": model.base_dtype, "blocks": model.blocks}

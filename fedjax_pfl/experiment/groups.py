@@ -109,6 +109,13 @@ class Data(Group):
     max_length: Count | None = setting(
         None, "most tokens of an example (default: 200; of speakers 80)"
     )
+    pack: bool = setting(
+        False,
+        "fill rows of --max_length with several conversations of a client, none of "
+        "which sees another",
+        needs="dataset=chat:",
+        excludes=("public",),
+    )
     image_size: Count | None = setting(
         None,
         "pixels per side of images of imagefolder and domains",

@@ -447,6 +447,7 @@ def _decoder(
         *,
         vocabulary: int | None = None,
         positions: int | None = None,
+        packed: bool = False,
     ) -> Net:
         _check_text(kind, input_shape, vocabulary, size, longest)
         pool = "last" if positions is None else "all"
@@ -462,6 +463,7 @@ def _decoder(
             masked=False,
             tied=tied,
             outputs=num_classes,
+            packed=packed,
             **form,
         )
         if pool == "logits":

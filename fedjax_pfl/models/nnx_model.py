@@ -95,6 +95,7 @@ def model(
     input_dtype: Any = jnp.float32,
     vocabulary: int | None = None,
     positions: int | None = None,
+    packed: bool = False,
     change: Callable[[nnx.Module, nnx.Rngs], None] | None = None,
 ) -> Model:
     """Makes pure functions of a Flax NNX module.
@@ -123,6 +124,8 @@ def model(
         (`Dataset.vocabulary`).
       positions: labels per example L, likewise (`Dataset.positions`). Features are then
         [B L, K], or [B, L, K] of the body, and outputs [B L, C].
+      packed: rows have several texts (`models.text.unpacked`), for a factory with a
+        keyword argument of this name (`Dataset.packed`).
       change: (body, rngs), changes the body in place after it is made, such as by
         adding adapters to its layers.
 
@@ -132,14 +135,15 @@ def model(
 
     Raises:
       InputError: for an unknown name, a module without body or head, one that keeps
-        other state or takes inputs of another type, or a batch norm that is
-        not `layers.BatchNorm` or does not get `mask`.
+        other state or takes inputs of another type, a batch norm that is
+        not `layers.BatchNorm` or does not get `mask`, or a network without `packed`
+        for packed texts.
     """
     input_shape = check_shape("input_shape", input_shape)
     check("num_classes", num_classes, 1, math.inf, whole=True)
     _check_options(bn_stats, conv, compute_dtype)
     built_in = isinstance(factory, str) and not user_code.named(factory)
-    more = {"vocabulary": vocabulary, "positions": positions}
+    more = {"vocabulary": vocabulary, "positions": positions, "packed": packed}
     make = _maker(factory, input_shape, num_classes, more)
     built_in = built_in and "vocabulary" not in user_code.parameters(
         MODELS[str(factory)]
@@ -233,6 +237,11 @@ def _maker(
     elif not callable(factory):
         factory = MODELS[choose("model", factory, MODELS)]
     function: Callable[..., Any] = factory
+    if more["packed"] and "packed" not in user_code.parameters(function):
+        raise InputError(
+            "Packed texts need a causal transformer, such as --model=transformer, "
+            "GPT-2 or Llama."
+        )
 
     def make(rngs: nnx.Rngs) -> Any:
         given = {"input_shape": input_shape, "num_classes": num_classes, "rngs": rngs}

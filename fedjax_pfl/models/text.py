@@ -86,6 +86,8 @@ class Tokens(nnx.Module):
     Attributes:
       causal: a position attends to none after it.
       masked: token 0 is padding, to which no position attends.
+      packed: rows have several texts, as of `unpacked`. A position attends to those of
+        its text, and positions are counted from the text's first token.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Tokens(nnx.Module):
         windows: Sequence[int | None] = (),
         scale: float = 1.0,
         cap: float | None = None,
+        packed: bool = False,
     ):
         """Makes the layers.
 
@@ -128,6 +131,7 @@ class Tokens(nnx.Module):
             to; None: all.
           scale: of the token embeddings.
           cap: "logits" are cap tanh(logits / cap); None: as they are.
+          packed: as above, with "all" or "logits".
         """
         small = nnx.initializers.normal(0.02, jnp.float32)
         width = layout.width
@@ -145,7 +149,7 @@ class Tokens(nnx.Module):
         if pool == "logits" and not tied:
             self.unembed = layers.linear(width, vocabulary, rngs, use_bias=False)
         self.pool, self.activation = pool, pooler
-        self.causal, self.masked = causal, masked
+        self.causal, self.masked, self.packed = causal, masked, packed
         self.rotary = bool(layout.rotary)
         self.outputs = vocabulary if outputs is None else outputs
         self.windows = tuple(windows) or (None,) * depth
@@ -155,12 +159,16 @@ class Tokens(nnx.Module):
         self, x: Array, train: bool = False, rngs: nnx.Rngs | None = None
     ) -> Array:
         still = not train or rngs is None
-        length = x.shape[1]
+        length, at = x.shape[1], None
+        if self.packed:
+            x, start = unpacked(x)
+            at = jnp.arange(length)[None] - start
         h = self.embedding(x)
         if self.scale != 1:
             h = h * self.scale
         if not self.rotary:
-            h = h + self.places[...][None, :length]
+            own = self.places[...]
+            h = h + (own[None, :length] if at is None else own[at])
         if hasattr(self, "first_norm"):
             h = self.first_norm(h)
         h = self.drop(h, deterministic=still, rngs=rngs)
@@ -169,14 +177,16 @@ class Tokens(nnx.Module):
             seen = jnp.tril(seen)
         if self.masked:
             seen = seen & (x != 0)[:, None]
+        if self.packed:
+            seen = seen & (start[:, :, None] == start[:, None])
         if hasattr(self, "stack"):
             sizes = [length if size is None else size for size in self.windows]
             windows = jnp.asarray(sizes) if any(self.windows) else None
-            h = self.stack(h, seen, windows, train, rngs)
+            h = self.stack(h, seen, windows, train, rngs, at)
         else:
             for block, window in zip(self.blocks, self.windows, strict=True):
                 near = seen if window is None else within(seen, window)
-                h = block(h, near, train, rngs)
+                h = block(h, near, train, rngs, at)
         if hasattr(self, "norm"):
             h = self.norm(h)
         h = self._pooled(h, x)
@@ -197,6 +207,18 @@ class Tokens(nnx.Module):
             logits = self.unembed(h) if own else self.embedding.attend(h)
             return capped(logits[..., : self.outputs], self.cap)
         return h
+
+
+def unpacked(x: Array) -> tuple[Array, Array]:
+    """Returns the tokens of rows x [B, L] of several texts, and the position in the row
+    at which each token's text begins, [B, L] both.
+
+    A negative number -1 - t is the first token t of a text after another one
+    (`data.packing`).
+    """
+    first = x < 0
+    start = jnp.where(first, jnp.arange(x.shape[1])[None], 0)
+    return jnp.where(first, ~x, x), jax.lax.cummax(start, axis=1)
 
 
 def embedding(vocabulary: int, features: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -253,6 +275,7 @@ def transformer(
     *,
     vocabulary: int | None = None,
     positions: int | None = None,
+    packed: bool = False,
     features: int = 64,
     depth: int = 2,
     heads: int = 4,
@@ -263,5 +286,6 @@ def transformer(
     size = check_tokens("transformer", input_shape, vocabulary)
     pool = "all" if positions is not None else "mean"
     layout = Layout(features, heads, 4 * features, rate)
-    body = Tokens(size, input_shape[0], depth, layout, rngs, pool=pool)
+    length = input_shape[0]
+    body = Tokens(size, length, depth, layout, rngs, pool=pool, packed=packed)
     return Net(body, layers.linear(features, num_classes, rngs))

@@ -150,9 +150,15 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (norm(layout, rngs, size) for _ in "qk")
         self.layout = layout
 
-    def __call__(self, h: Array, seen: Array | None = None) -> Array:
-        """Maps h [B, L, K] to [B, L, K]; seen [B or 1, L or 1, L] says which positions
-        (last axis) a position attends to."""
+    def __call__(
+        self, h: Array, seen: Array | None = None, at: Array | None = None
+    ) -> Array:
+        """Maps h [B, L, K] to [B, L, K].
+
+        Args:
+          seen: [B or 1, L or 1, L], which positions (last axis) a position attends to.
+          at: [B, L] rotary positions; None: 0 to L - 1.
+        """
         c = self.layout
         if c.fused:
             first, second, _ = c.sizes
@@ -164,7 +170,7 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if c.rotary:
-            q, k = rotated(q, c.rotary), rotated(k, c.rotary)
+            q, k = rotated(q, c.rotary, at), rotated(k, c.rotary, at)
         if k.shape[2] < c.heads:
             k, v = (jnp.repeat(a, c.heads // a.shape[2], axis=2) for a in (k, v))
         q, k, v = (laid_out(jnp.swapaxes(a, 1, 2)) for a in (q, k, v))  # [B, H, L, D]
@@ -177,11 +183,12 @@ class Attention(nnx.Module):
         return self.out(jnp.swapaxes(mixed, 1, 2).reshape(*h.shape[:2], -1))
 
 
-def rotated(a: Array, frequencies: tuple[float, ...]) -> Array:
+def rotated(a: Array, frequencies: tuple[float, ...], at: Array | None = None) -> Array:
     """Rotates feature i and i + D/2 of a [B, L, H, D] by the position times frequency
-    i."""
-    angle = jnp.arange(a.shape[1])[:, None] * jnp.asarray(frequencies)[None]
-    cos, sin = (f(angle)[None, :, None].astype(a.dtype) for f in (jnp.cos, jnp.sin))
+    i; positions `at` [B, L] are by default 0 to L - 1."""
+    at = jnp.arange(a.shape[1])[None] if at is None else at
+    angle = at[..., None] * jnp.asarray(frequencies)[None, None]
+    cos, sin = (f(angle)[:, :, None].astype(a.dtype) for f in (jnp.cos, jnp.sin))
     x, y = jnp.split(a, 2, axis=-1)
     return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
 
@@ -215,8 +222,9 @@ class Block(nnx.Module):
         seen: Array | None = None,
         train: bool = False,
         rngs: nnx.Rngs | None = None,
+        at: Array | None = None,
     ) -> Array:
-        attend: Activation = lambda a: self.attention(a, seen)
+        attend: Activation = lambda a: self.attention(a, seen, at)
         for i, branch in enumerate((attend, self._perceptron)):
             before = h if self.layout.post_norm else self.norms[i](h)
             change = branch(before)
@@ -262,6 +270,7 @@ class Stack(nnx.Module):
         windows: Array | None = None,
         train: bool = False,
         rngs: nnx.Rngs | None = None,
+        at: Array | None = None,
     ) -> Array:
         """Maps h [B, L, K]; windows [depth] are those of `within`."""
         graph, state = nnx.split(self.block)
@@ -274,7 +283,7 @@ class Stack(nnx.Module):
             state, window, key = given
             near = seen if seen is None or window is None else within(seen, window)
             drawn = None if key is None else nnx.Rngs(dropout=key)
-            return nnx.merge(graph, state)(h, near, train, drawn), None
+            return nnx.merge(graph, state)(h, near, train, drawn, at), None
 
         step = jax.checkpoint(one) if self.again else one
         return jax.lax.scan(step, h, (state, windows, keys))[0]

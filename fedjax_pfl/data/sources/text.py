@@ -217,7 +217,7 @@ def restricted(dataset: Dataset, rows: np.ndarray) -> Dataset:
     assert dataset.words is not None
     used = np.zeros(len(dataset.words), bool)
     used[[PADDING, UNKNOWN]] = True
-    used[dataset.x[rows]] = True
+    used[unmarked(dataset.x[rows])] = True
     if dataset.positions is not None:
         labels = dataset.y[rows]
         used[labels[labels >= 0]] = True
@@ -231,11 +231,17 @@ def using(dataset: Dataset, words: tuple[str, ...]) -> Dataset:
     known = {word: i for i, word in enumerate(words)}
     number = np.array([known.get(w, UNKNOWN) for w in dataset.words], np.int32)
     number[PADDING] = PADDING
-    found = dataset._replace(x=number[dataset.x], words=words)
+    x = number[unmarked(dataset.x)]
+    found = dataset._replace(x=np.where(dataset.x < 0, ~x, x), words=words)
     if dataset.positions is not None:
         y = np.where(dataset.y >= 0, number[dataset.y], -1)
         found = found._replace(y=y, num_classes=len(words))
     return found
+
+
+def unmarked(x: np.ndarray) -> np.ndarray:
+    """Returns tokens without the marks of `packing.packed`."""
+    return np.where(x < 0, ~x, x)
 
 
 def like(dataset: Dataset, words: tuple[str, ...], length: int) -> Dataset:
