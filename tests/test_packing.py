@@ -233,6 +233,11 @@ def test_a_packed_run_resumes_and_answers(tmp_path, capsys):
     assert run(*flags(tmp_path, "--rounds=1", f"--workdir={folders[1]}")) == 0
     assert run("--resume", f"--workdir={folders[1]}", "--rounds=2") == 0
     assert files(folders[0]) == files(folders[1])
+    found = results.load(folders[0])
+    x = found.experiment.dataset.x[:2]
+    wanted = found.experiment.predictor(found.state(), 2, 1)(x)
+    np.testing.assert_allclose(found.predictor(1)(x), wanted, atol=1e-6)
+    assert x.min() < 0
     ask = tmp_path / "ask.jsonl"
     ask.write_text(json.dumps({"instruction": "red"}) + "\n")
     (tmp_path / "chat.jsonl").unlink()  # the run directory suffices

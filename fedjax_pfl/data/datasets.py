@@ -352,11 +352,12 @@ def checked(dataset: Dataset) -> Dataset:
 def describe(dataset: Dataset) -> str:
     """Returns a line about a data set: type, shape, range, classes and examples."""
     x, n = dataset.x, dataset.num_train
+    low = 0 if dataset.packed else x.min()  # marks are negative
     kinds = {"f": "targets", "b": "labels"}
     tests = len(dataset.y) - n
     official = f"{n:,} training and {tests:,} test" if tests else f"{n:,}"
     return (
-        f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{x.min():g}, {x.max():g}], "
+        f"{dataset.name}: {x.dtype}{list(x.shape[1:])} in [{low:g}, {x.max():g}], "
         f"{dataset.num_classes:,} {kinds.get(dataset.y.dtype.kind, 'classes')}, "
         f"{official} examples{'; ' if dataset.note else ''}{dataset.note}"
     )

@@ -126,6 +126,7 @@ def trained(path: str | Path) -> Trained:
         **{} if config.asynchronous else {"speeds": None, "bandwidths": None},
     )
     dataset = _stand_in(facts["examples"], preparation, facts["superclass"])
+    dataset = dataset._replace(packed=config.pack)
     everyone = make_task(config, dataset, _federation(counts, sizes))
     if facts["public"] is not None:
         pool = _stand_in(facts["public"], preparation)
