@@ -157,6 +157,9 @@ class Model(NamedTuple):
     num_features: int  # K
     # variables that are not among those above; in a round they are its arguments
     frozen: Frozen | None = None
+    # (texts B, most tokens of one) -> an empty cache of `models.text.Step`, which
+    # `features` then takes as x; None: the model has no such cache
+    cache: Callable[[int, int], PyTree] | None = None
 
 
 class Client(NamedTuple):

@@ -239,7 +239,17 @@ def adapted(
     frozen = Frozen(values, functions, merge, _nested(axes))
     features, logits, apply = frozen.functions(frozen.values)
     norms = _some(whole.bn_mask, names)
-    return Model(init, features, logits, apply, norms, whole.num_features, frozen)
+    prompted = any(path[-1] == PROMPT for path in names)
+    return Model(
+        init,
+        features,
+        logits,
+        apply,
+        norms,
+        whole.num_features,
+        frozen,
+        None if prompted else run.cache,
+    )
 
 
 def merged(given: Model, variables: PyTree) -> PyTree:

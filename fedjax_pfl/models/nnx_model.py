@@ -18,6 +18,7 @@ from fedjax_pfl.errors import InputError, check, check_shape, choose
 from fedjax_pfl.models import layers
 from fedjax_pfl.models.nets import Net
 from fedjax_pfl.models.registry import MODELS, Factory
+from fedjax_pfl.models.text import Tokens
 from fedjax_pfl.types import Array, Model, Network, PyTree
 
 BN_STATS = ("aggregate", "local", "batch")
@@ -188,6 +189,8 @@ def model(
             f"{type(template).__name__}.body must return one array [B, K], got {h} for "
             "a batch of 2."
         )
+    body = template.body
+    continues = isinstance(body, Tokens) and body.cache(1, 1) is not None
     return Model(
         _drawn_once(init),
         extract,
@@ -195,6 +198,7 @@ def model(
         composed(extract, head),
         _parts(template, _marked),
         h.shape[-1],
+        cache=body.cache if continues else None,
     )
 
 

@@ -6,6 +6,7 @@ label per position, else their mean over the tokens, [B, K]. Axes: L positions, 
 features, V tokens of the vocabulary."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from fedjax_pfl.models.transformer import (
     ACTIVATIONS,
     Block,
     Layout,
+    Past,
     capped,
     norm,
     within,
 )
-from fedjax_pfl.types import Array
+from fedjax_pfl.types import Array, PyTree
 
 
 def mean_of_tokens(h: Array, x: Array) -> Array:
@@ -73,6 +75,22 @@ class Recurrent(nnx.Module):
         _, h = jax.lax.scan(self.cell, start, steps)
         h = jnp.swapaxes(h, 0, 1)
         return mean_of_tokens(h, x) if self.pooled else h
+
+
+class Step(NamedTuple):
+    """Tokens that continue texts whose earlier keys and values are kept.
+
+    Attributes:
+      tokens: [B, L].
+      start: [B] positions of the first of them.
+      last: [B] index of the one whose features are wanted.
+      cache: as of `Tokens.cache`.
+    """
+
+    tokens: Array
+    start: Array
+    last: Array
+    cache: PyTree
 
 
 class Tokens(nnx.Module):
@@ -155,22 +173,75 @@ class Tokens(nnx.Module):
         self.windows = tuple(windows) or (None,) * depth
         self.scale, self.cap = scale, cap
 
-    def __call__(
-        self, x: Array, train: bool = False, rngs: nnx.Rngs | None = None
-    ) -> Array:
-        still = not train or rngs is None
-        length, at = x.shape[1], None
-        if self.packed:
-            x, start = unpacked(x)
-            at = jnp.arange(length)[None] - start
+    def cache(self, rows: int, length: int) -> PyTree:
+        """Returns the cache of `rows` texts of no tokens yet: whether a position may be
+        seen [B, S], and keys and values [B, S, H, D] of each block.
+
+        Args:
+          length: S, the most tokens of a text.
+
+        Returns:
+          None for a network that cannot continue texts so.
+        """
+        if self.pool not in ("all", "logits") or not self.causal:
+            return None
+        stacked = hasattr(self, "stack")
+        c = self.stack.block.layout if stacked else self.blocks[0].layout
+        size = c.head or c.width // c.heads
+        shape = rows, length, c.kv_heads or c.heads, size
+        seen, depth = jnp.zeros((rows, length), bool), len(self.windows)
+        if stacked:
+            return seen, (jnp.zeros((depth, *shape)), jnp.zeros((depth, *shape)))
+        return seen, [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(depth)]
+
+    def _continued(self, x: Step) -> tuple[Array, PyTree]:
+        """Returns the features [B, 1, K] of the wanted tokens, and the cache."""
+        seen, kept = x.cache
+        at = x.start[:, None] + jnp.arange(x.tokens.shape[1])[None]  # [B, L]
+        known = (x.tokens != 0) | (not self.masked)
+        rows = jnp.arange(len(at))
+        seen = seen.at[rows[:, None], at].set(known, mode="drop")
+        before = jnp.arange(seen.shape[1])[None, None] <= at[:, :, None]
+        near, h = seen[:, None] & before, self._embedded(x.tokens, at)  # [B, L, S]
+        if hasattr(self, "stack"):
+            past = Past(kept, at)
+            sizes = [seen.shape[1] if size is None else size for size in self.windows]
+            h = self.stack(h, near, jnp.asarray(sizes), at=at, past=past)
+            kept = past.kept
+        else:
+            pasts = [Past(own, at) for own in kept]
+            for block, size, past in zip(self.blocks, self.windows, pasts, strict=True):
+                own = near if size is None else within(near, size, at)
+                h = block(h, own, at=at, past=past)
+            kept = [past.kept for past in pasts]
+        h = h[rows, x.last][:, None]
+        h = self.norm(h) if hasattr(self, "norm") else h
+        return self._pooled(h, x.tokens), (seen, kept)
+
+    def _embedded(self, x: Array, at: Array | None) -> Array:
+        """Returns the embeddings of tokens [B, L] at their positions."""
         h = self.embedding(x)
         if self.scale != 1:
             h = h * self.scale
         if not self.rotary:
             own = self.places[...]
-            h = h + (own[None, :length] if at is None else own[at])
+            h = h + (own[None, : x.shape[1]] if at is None else own[at])
         if hasattr(self, "first_norm"):
             h = self.first_norm(h)
+        return h
+
+    def __call__(
+        self, x: Array | Step, train: bool = False, rngs: nnx.Rngs | None = None
+    ) -> Any:
+        """Returns features; of a `Step` also the new cache."""
+        if isinstance(x, Step):
+            return self._continued(x)
+        still = not train or rngs is None
+        length, at = x.shape[1], None
+        if self.packed:
+            x, start = unpacked(x)
+            at = jnp.arange(length)[None] - start
+        h = self._embedded(x, at)
         h = self.drop(h, deterministic=still, rngs=rngs)
         seen = jnp.ones((1, length, length), bool)
         if self.causal:

@@ -132,6 +132,30 @@ def capped(logits: Array, cap: float | None) -> Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+class Past:
+    """Keys and values of positions that a text has already, and where new ones stand.
+
+    Attributes:
+      kept: keys and values [B, S, H, D] of positions 0 to S - 1; of a `Stack` [depth,
+        B, S, H, D].
+      at: [B, L] positions of the new tokens.
+    """
+
+    def __init__(self, kept: tuple[Array, Array], at: Array):
+        self.kept, self.at = kept, at
+
+    def extended(self, *new: Array) -> tuple[Array, Array]:
+        """Returns keys and values [B, S, H, D] with new ones [B, L, H, D] at their
+        positions, and keeps them; those after S are dropped."""
+        rows = jnp.arange(len(self.at))[:, None]
+        keys, values = (
+            old.at[rows, self.at].set(a.astype(old.dtype), mode="drop")
+            for old, a in zip(self.kept, new, strict=True)
+        )
+        self.kept = keys, values
+        return self.kept
+
+
 class Attention(nnx.Module):
     """Multi-head self-attention (Vaswani et al., 2017), with grouped queries (Ainslie
     et al., 2023) and rotary positions (Su et al., 2021) on request."""
@@ -151,13 +175,18 @@ class Attention(nnx.Module):
         self.layout = layout
 
     def __call__(
-        self, h: Array, seen: Array | None = None, at: Array | None = None
+        self,
+        h: Array,
+        seen: Array | None = None,
+        at: Array | None = None,
+        past: Past | None = None,
     ) -> Array:
         """Maps h [B, L, K] to [B, L, K].
 
         Args:
           seen: [B or 1, L or 1, L], which positions (last axis) a position attends to.
           at: [B, L] rotary positions; None: 0 to L - 1.
+          past: earlier keys and values; `seen` is then [B or 1, L or 1, S].
         """
         c = self.layout
         if c.fused:
@@ -171,6 +200,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if c.rotary:
             q, k = rotated(q, c.rotary, at), rotated(k, c.rotary, at)
+        if past is not None:
+            k, v = past.extended(k, v)
         if k.shape[2] < c.heads:
             k, v = (jnp.repeat(a, c.heads // a.shape[2], axis=2) for a in (k, v))
         q, k, v = (laid_out(jnp.swapaxes(a, 1, 2)) for a in (q, k, v))  # [B, H, L, D]
@@ -223,8 +254,9 @@ class Block(nnx.Module):
         train: bool = False,
         rngs: nnx.Rngs | None = None,
         at: Array | None = None,
+        past: Past | None = None,
     ) -> Array:
-        attend: Activation = lambda a: self.attention(a, seen, at)
+        attend: Activation = lambda a: self.attention(a, seen, at, past)
         for i, branch in enumerate((attend, self._perceptron)):
             before = h if self.layout.post_norm else self.norms[i](h)
             change = branch(before)
@@ -271,6 +303,7 @@ class Stack(nnx.Module):
         train: bool = False,
         rngs: nnx.Rngs | None = None,
         at: Array | None = None,
+        past: Past | None = None,
     ) -> Array:
         """Maps h [B, L, K]; windows [depth] are those of `within`."""
         graph, state = nnx.split(self.block)
@@ -279,17 +312,30 @@ class Stack(nnx.Module):
         if train and rngs is not None:
             keys = jax.random.split(rngs.dropout(), depth)
 
-        def one(h: Array, given: tuple[Any, Array | None, Array | None]) -> Any:
-            state, window, key = given
-            near = seen if seen is None or window is None else within(seen, window)
+        def one(h: Array, given: tuple[Any, ...]) -> Any:
+            state, window, key, kept = given
+            own = None if past is None else Past(kept, past.at)
+            near = seen
+            if seen is not None and window is not None:
+                near = within(seen, window, None if own is None else own.at)
             drawn = None if key is None else nnx.Rngs(dropout=key)
-            return nnx.merge(graph, state)(h, near, train, drawn, at), None
+            h = nnx.merge(graph, state)(h, near, train, drawn, at, own)
+            return h, None if own is None else own.kept
 
         step = jax.checkpoint(one) if self.again else one
-        return jax.lax.scan(step, h, (state, windows, keys))[0]
+        each = state, windows, keys, None if past is None else past.kept
+        h, kept = jax.lax.scan(step, h, each)
+        if past is not None:
+            past.kept = kept
+        return h
 
 
-def within(seen: Array, window: Array | int) -> Array:
-    """Returns which positions see which, [b, L, L], of these up to `window` back."""
-    at = jnp.arange(seen.shape[-1])
-    return seen & (at[:, None] - at[None] < window)[None]
+def within(seen: Array, window: Array | int, at: Array | None = None) -> Array:
+    """Returns which positions see which, [b, L, S], of these up to `window` back.
+
+    Args:
+      at: [b, L] positions that see others; None: 0 to L - 1.
+    """
+    others = jnp.arange(seen.shape[-1])
+    at = others[None] if at is None else at
+    return seen & (at[:, :, None] - others[None, None] < window)
