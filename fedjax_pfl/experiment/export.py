@@ -54,6 +54,11 @@ def exported(e: Trained, state: RunState, t: int, client: int) -> Any:
     Args:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
     """
+    return serialization.to_state_dict(exporter(e, state, t)(client))
+
+
+def exporter(e: Trained, state: RunState, t: int) -> Callable[[int], PyTree]:
+    """Returns client -> what `exported` returns of it, compiled once for all."""
 
     def kept(predictor: Any, server: PyTree, row: PyTree, c: Client) -> Predictor:
         if getattr(predictor, "func", None) is averaging.logits:
@@ -64,7 +69,8 @@ def exported(e: Trained, state: RunState, t: int, client: int) -> Any:
         return lambda x, mask: found
 
     x = np.zeros((1, *e.task.input.shape), e.task.input.dtype)
-    return serialization.to_state_dict(of_client(e, state, t, client, x, kept))
+    run = changed(e, state, t, kept)
+    return lambda client: run(client, x)
 
 
 def of_client(
@@ -75,7 +81,19 @@ def of_client(
     x: Any,
     change: Callable[[Any, PyTree, PyTree, Client], Predictor],
 ) -> PyTree:
-    """Returns what a changed predictor of one client returns for x [B, *input], raw.
+    """Returns what a changed predictor of one client returns for x [B, *input], raw;
+    the arguments are those of `changed`."""
+    return changed(e, state, t, change)(client, x)
+
+
+def changed(
+    e: Trained,
+    state: RunState,
+    t: int,
+    change: Callable[[Any, PyTree, PyTree, Client], Predictor],
+) -> Callable[[int, Any], PyTree]:
+    """Returns (client, x [B, *input], raw) -> what a changed predictor of the client
+    returns.
 
     Args:
       state: after `t` rounds, as `RunDirectory.restore` returns it.
@@ -95,9 +113,16 @@ def of_client(
     options: dict[str, Any] = {"lr_decay": e.config.lr_decay, "checked": False}
     program = simulate.program(factory, e.task, e.config.hparams, **options)
     placed = program.place(RunState(state.method))  # the rest predicts nothing
-    given = program.context(e.key, e.federation, t), placed, client, x
-    with e.tracing():
-        return jax.device_get(jax.jit(program.predict, static_argnums=2)(*given))
+    context = program.context(e.key, e.federation, t)
+    # of several architectures the client's is static
+    several = len(e.task.models) > 1
+    compiled = jax.jit(program.predict, static_argnums=2 if several else ())
+
+    def run(client: int, x: Any) -> PyTree:
+        with e.tracing():
+            return jax.device_get(compiled(context, placed, client, x))
+
+    return run
 
 
 def _named(e: Trained, client: int) -> str:

@@ -34,7 +34,7 @@ from fedjax_pfl.data.sources import arrays, chat, images, rows, table, text as t
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import cli, generation, metrics, results, text
-from fedjax_pfl.experiment.generation import Generation
+from fedjax_pfl.experiment.generation import Cached, Generation
 from fedjax_pfl.experiment.groups import MOST
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.types import Trained
@@ -170,8 +170,9 @@ def scores(
     return np.concatenate(parts)
 
 
-def shared(e: Trained, state: RunState) -> Any:
-    """Returns the predictor of the model that all clients share.
+def shared(e: Trained, state: RunState) -> tuple[Any, Cached | None]:
+    """Returns the predictor of the model that all clients share, and its continuation
+    of texts with a cache.
 
     Raises:
       InputError: the method has none.
@@ -188,7 +189,8 @@ def shared(e: Trained, state: RunState) -> Any:
         with e.tracing():
             return averaging.logits(model, found, rows, jnp.ones(len(x), bool))
 
-    return run
+    cached = None if model.cache is None else generation.decoder(e, model)(found)
+    return run, cached
 
 
 def held_out(
@@ -264,7 +266,8 @@ def predictions(
         own = held_out(e, run.state(), run.checkpoint[0], rows, rounds)
         return _frame(e, own, given, everything, client, how)
     if client == GLOBAL and GLOBAL not in e.names:
-        return _frame(e, shared(e, run.state()), given, everything, client, how)
+        own, cached = shared(e, run.state())
+        return _frame(e, own, given, everything, client, how, cached)
     chosen = {client: everything}
     if client == ALL and ALL not in e.names:
         chosen = dict.fromkeys(e.names, everything)
@@ -272,9 +275,13 @@ def predictions(
             owners, names = np.array(given.owners), sorted(set(given.owners))
             chosen = {name: np.flatnonzero(owners == name) for name in names}
     parts = []
+    t, state = run.checkpoint
+    continues = None if how is None else generation.of_clients(e, state, t)
     for name, at in chosen.items():
-        name = e.names[e.index(name)]
-        parts.append(_frame(e, run.predictor(name), given, at, name, how))
+        number = e.index(name)
+        own, name = run.predictor(number), e.names[number]
+        cached = None if continues is None else continues(number)
+        parts.append(_frame(e, own, given, at, name, how, cached))
     order = np.concatenate(list(chosen.values()))
     once = np.array_equal(np.sort(order), everything)
     found = pd.concat(parts)
@@ -288,10 +295,11 @@ def _frame(
     at: np.ndarray,
     client: str,
     how: Generation | None,
+    cached: Cached | None = None,
 ) -> pd.DataFrame:
     if how is not None and e.preparation is not None:
         of = functools.partial(scores, e, predict)
-        new = generation.continued(of, given.x[at], how)
+        new = generation.continued(of, given.x[at], how, cached)
         texts = generation.written(new, e.preparation, e.config.data.dataset)
         named = [given.names[i] for i in at]
         return pd.DataFrame({"row": named, "client": client, "text": texts})
