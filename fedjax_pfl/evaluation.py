@@ -18,6 +18,8 @@ from fedjax_pfl.types import Array, Batch, Client, Cohort, Data, Predictor, Scor
 BATCH = 256  # test examples predicted at once
 # exp(mean cross entropy) over a client's examples, or over all their positions
 PERPLEXITY = "perplexity"
+# scores of generated answers, computed after the last round by `experiment.answers`
+GENERATED = ("exact_match", "rouge_l")
 Score = Callable[[Any, Array, Array, Client], Scores]
 # (probabilities [M, C], labels [M] or [M, C] bool, mask [M]) -> []
 Metric = Callable[[Array, Array, Array], Array]

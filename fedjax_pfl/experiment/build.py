@@ -48,6 +48,7 @@ from fedjax_pfl.engine.method import headline as usual_headline
 from fedjax_pfl.engine.schedule import Schedule, arrivals
 from fedjax_pfl.engine.width import automatic_width
 from fedjax_pfl.errors import InputError, check, choose
+from fedjax_pfl.evaluation import GENERATED
 from fedjax_pfl.experiment import (
     clients,
     config as settings,
@@ -369,7 +370,7 @@ def make_task(
         bn_stats=config.bn_stats,
         loop=config.loop,
         per_example=rule,
-        metrics=config.evaluation.scores,
+        metrics=[x for x in config.evaluation.scores if x not in GENERATED],
         **local_work(config.local, config.rounds, counts),
     )
 
@@ -435,7 +436,7 @@ def headline(
       program: with all state in the memory of one device, so that it can be traced.
     """
     found = watched(evaluation, usual)
-    if found[0] not in (usual[0], *task.metrics):
+    if found[0] not in (usual[0], *task.metrics, *evaluation.generated):
         context = program.context(jax.random.key(0), federation)
         start = context.key, context.traced, program.placement
         state = jax.eval_shape(program.init, *start)

@@ -31,7 +31,14 @@ from fedjax_pfl import evaluation
 from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.parts import BENIGN
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import figures, metrics, results, text, warm_start
+from fedjax_pfl.experiment import (
+    answers,
+    figures,
+    metrics,
+    results,
+    text,
+    warm_start,
+)
 from fedjax_pfl.experiment.build import unseen_scorer
 from fedjax_pfl.experiment.checkpoints import BEST
 from fedjax_pfl.experiment.run_directory import RunDirectory
@@ -149,6 +156,16 @@ class UnseenClients(Callback):
             server = (e.fetch(result.state) if best is None else best).server
             given = (e.key, e.unseen.federation, server, np.int32(result.round))
             self.scores = jax.device_get(score(*given))
+
+
+class Answers(Callback):
+    """Adds the scores of generated answers to `pre` of the last result: put it before
+    MetricsWriter."""
+
+    def __call__(self, result: Result) -> None:
+        e = self.experiment
+        if result.metrics is None and result.pre is not None:
+            result.pre.update(answers.scores(e, e.fetch(result.state), result.round))
 
 
 class MetricsWriter(Callback):
@@ -282,6 +299,8 @@ class ProgressBar(Callback):
         if result.pre is not None:
             name = self.experiment.headline[0]
             name = BENIGN + name if BENIGN + name in result.pre else name
+            if name not in result.pre:  # of the last result alone
+                name = next(iter(result.pre))
             mean = metrics.quantity(name, float(np.nanmean(result.pre[name])))
             self._score = f"  {name} {mean} before round {done}"
         loss = np.mean(result.metrics.loss[result.metrics.active])

@@ -15,6 +15,7 @@ from fedjax_pfl import hyperparameters, user_code
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.algorithms.registry import unread
+from fedjax_pfl.data.sources import chat
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.experiment import groups, text
 from fedjax_pfl.experiment.groups import BY_FILE, setting
@@ -219,6 +220,11 @@ def check(config: Config) -> None:
             check_partners(config, flag)
     for group in GROUPS:
         getattr(config, group).check()
+    if generated := config.evaluation.generated:
+        if not config.data.dataset.startswith(chat.PREFIX):
+            raise InputError(f"--metrics={generated[0]} needs --dataset=chat:PATH.")
+        if config.feature_cache is not None:
+            raise InputError(f"--metrics={generated[0]} excludes --feature_cache.")
 
 
 def check_given(config: Config, given: Mapping[str, Any]) -> None:

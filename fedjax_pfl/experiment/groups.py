@@ -17,7 +17,7 @@ from fedjax_pfl.data import shifts
 from fedjax_pfl.data.loading import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS, rules_of
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.evaluation import METRICS, PERPLEXITY
+from fedjax_pfl.evaluation import GENERATED, METRICS, PERPLEXITY
 from fedjax_pfl.experiment import task_options as options, text
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.options import Options
@@ -484,7 +484,8 @@ class Evaluation(Group):
     metrics: str | None = setting(
         None,
         f"scores: acc, and further ones of {', '.join((*METRICS, PERPLEXITY))}, as "
-        "acc,auc (default: acc)",
+        "acc,auc (default: acc); of conversations also "
+        f"{', '.join(GENERATED)}, after the last round",
     )
     eval_every: Annotated[int, Interval(ge=0, le=MOST)] = setting(
         1, "rounds between evaluations; 0: only after the last round"
@@ -510,7 +511,16 @@ class Evaluation(Group):
         if self.watch is not None and not self.watch.startswith("val/"):
             raise InputError(f"--watch={self.watch} must be val/SCORE, as val/auc.")
         for name in self.scores:
-            choose("metric", name, ("acc", *METRICS, PERPLEXITY))
+            choose("metric", name, ("acc", *METRICS, PERPLEXITY, *GENERATED))
+        if self.generated and self.patience:
+            raise InputError(f"--metrics={self.generated[0]} excludes --patience.")
+        if (self.watch or "").removeprefix("val/") in GENERATED:
+            raise InputError(f"--watch={self.watch} must be of a score of every round.")
+
+    @property
+    def generated(self) -> tuple[str, ...]:
+        """Returns the names of --metrics that are of generated answers."""
+        return tuple(name for name in GENERATED if name in self.scores)
 
     @property
     def scores(self) -> list[str]:

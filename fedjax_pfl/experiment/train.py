@@ -309,6 +309,7 @@ def standard_callbacks(
     found = [
         early,
         unseen,
+        standard.Answers() if evaluation.generated else None,
         standard.MetricsWriter(directory, unseen),
         standard.TensorBoard(directory) if run.tensorboard else None,
         standard.WandB(directory) if run.wandb else None,
