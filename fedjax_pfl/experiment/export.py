@@ -58,7 +58,7 @@ def exported(e: Trained, state: RunState, t: int, client: int) -> Any:
 
 
 def exporter(e: Trained, state: RunState, t: int) -> Callable[[int], PyTree]:
-    """Returns client -> what `exported` returns of it, compiled once for all."""
+    """Returns (client) -> what `exported` returns, compiled once for all clients."""
 
     def kept(predictor: Any, server: PyTree, row: PyTree, c: Client) -> Predictor:
         if getattr(predictor, "func", None) is averaging.logits:

@@ -132,8 +132,16 @@ def decoder(e: Trained, model: Model) -> Callable[[PyTree], Cached]:
         if model.frozen is not None:
             features, head, _ = model.frozen.functions(held)
             given = model._replace(features=features, head=head)
-        options = {"stop": how.stop, "temperature": how.temperature, "seed": how.seed}
-        return decoding.continued(given, variables, x, length, how.tokens, **options)
+        return decoding.continued(
+            given,
+            variables,
+            x,
+            length,
+            how.tokens,
+            stop=how.stop,
+            temperature=how.temperature,
+            seed=how.seed,
+        )
 
     held = None if model.frozen is None else model.frozen.values
 

@@ -28,7 +28,7 @@ from fedjax_pfl.algorithms.registry import unread
 from fedjax_pfl.data import federate
 from fedjax_pfl.data.sources import table
 from fedjax_pfl.errors import InputError, choose
-from fedjax_pfl.evaluation import HEADLINES, METRICS, PERPLEXITY
+from fedjax_pfl.evaluation import GENERATED, HEADLINES, METRICS, PERPLEXITY
 from fedjax_pfl.experiment import (
     cli,
     config as settings,
@@ -126,6 +126,8 @@ def sweep(argv: Sequence[str]) -> int:
     if by and not by.startswith("val/"):
         raise InputError(f"--select={by} must be a validation score, as val/acc.")
     score = (by or "").removeprefix("val/")
+    if score in GENERATED:
+        raise InputError(f"--select={by} must be of a score of every round.")
     known = [member.config.evaluation.scores for member in found]
     # f1 is also the score of several labels
     asked = {*METRICS, PERPLEXITY} - {name for name, _ in HEADLINES.values()}

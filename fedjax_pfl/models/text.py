@@ -185,12 +185,12 @@ class Tokens(nnx.Module):
         """
         if self.pool not in ("all", "logits") or not self.causal:
             return None
-        stacked = hasattr(self, "stack")
-        c = self.stack.block.layout if stacked else self.blocks[0].layout
+        stack: Any = getattr(self, "stack", None)
+        c = self.blocks[0].layout if stack is None else stack.block.layout
         size = c.head or c.width // c.heads
         shape = rows, length, c.kv_heads or c.heads, size
         seen, depth = jnp.zeros((rows, length), bool), len(self.windows)
-        if stacked:
+        if stack is not None:
             return seen, (jnp.zeros((depth, *shape)), jnp.zeros((depth, *shape)))
         return seen, [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(depth)]
 

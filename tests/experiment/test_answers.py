@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from experiment.runs import run
-from fedjax_pfl.experiment import answers, report, results
+from fedjax_pfl.experiment import answers, report, results, sweep
 
 
 @pytest.mark.parametrize(
@@ -104,3 +104,6 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, capsys):
         assert run("--algo=local", *flags.split(), f"--workdir={tmp_path}/run") == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
+    argv = f"--algo=local {chat} --metrics=rouge_l --select=val/rouge_l --root={tmp_path}/all"
+    assert run(*argv.split(), command=sweep.sweep) == 2
+    assert "must be of a score of every round" in capsys.readouterr().err
