@@ -11,7 +11,9 @@ with further models, is in `arithmetic`, the operations of a local step relative
 FedAvg's, and in `GFLOP/s` (`fedjax_pfl.engine.flops` says what is counted). `MiB` is
 XLA's account of the round on each device, the data apart. Methods that need it have
 300 public images, LoRA of rank 4 in all layers, or the linear network, and are
-compared with FedAvg there. --json adds the ratios to results/cost.json.
+compared with FedAvg there. --json adds the ratios of time, arithmetic and memory to
+results/cost.json, from which `python docs/pages.py` writes the columns of
+docs/methods/index.md.
 """
 
 import json
@@ -73,7 +75,7 @@ def main(argv) -> None:
     peak = report.matmul_peak()
     print(f"matmul peak {peak:.0f} GFLOP/s; medians of {FLAGS.repeats} turns\n")
     head = ("method", "s a round", "of FedAvg", "from", "to", "arithmetic")
-    rows: list[tuple] = [(*head, *report.RATES, "compile s", "MiB")]
+    rows: list[tuple] = [(*head, *report.RATES, "compile s", "MiB", "memory")]
     refused: list[str] = []
     for kind, names in groups.items():
         if names:
@@ -83,10 +85,13 @@ def main(argv) -> None:
     print("\n".join(["", *refused]))
     if FLAGS.json:
         known = json.loads(FILE.read_text()) if FILE.is_file() else {}
-        for name, _, ratio, _, _, arithmetic, *_, mib in rows[1:]:
-            found = {"time": ratio, "arithmetic": arithmetic, "MiB": mib}
+        for name, _, ratio, _, _, arithmetic, *_, memory in rows[1:]:
+            if name == "fedavg":
+                ratio = 1.0  # what was measured is the noise
+            found = {"time": ratio, "arithmetic": arithmetic, "memory": memory}
             known[name] = {x: round(value, 2) for x, value in found.items()}
-        FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        lines = [f' "{name}": {json.dumps(known[name])}' for name in sorted(known)]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def measured(
@@ -126,9 +131,9 @@ def measured(
         rates = report.rates(*report.planned(task), seconds, flops, peak)
         ratio = statistics.median(ratios), min(ratios), max(ratios)
         size = runner.bytes / 2**20
-        rows.append(
-            (name, seconds, *ratio, flops / usual, *rates, runner.compile, size)
-        )
+        sizes = size, runner.bytes / runners["fedavg"].bytes
+        given = name, seconds, *ratio, flops / usual, *rates, runner.compile, *sizes
+        rows.append(given)
     return rows if not kind else rows[1:]
 
 

@@ -1,10 +1,11 @@
 """Pages of the site that are generated: the reference, the methods and the modules.
 
-`python docs/pages.py` rewrites docs/reference.md and the table of options in
-docs/methods/index.md. The other pages are made by a hook of MkDocs (mkdocs.yml) and are
-not kept in the repository.
+`python docs/pages.py` rewrites docs/reference.md and, in docs/methods/index.md, the
+costs of methods and the table of options. The other pages are made by a hook of MkDocs
+(mkdocs.yml) and are not kept in the repository.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -54,6 +55,8 @@ MODULES = {  # by topic
         *("uploads.robust", "uploads.attacks", "uploads.server"),
     ],
 }
+COST = ROOT / "benchmarks" / "results" / "cost.json"
+COSTS = ("time", "arithmetic", "memory")  # columns of methods, from COST
 OPTIONS = "<!-- options -->"  # around the table of options in docs/methods/index.md
 MOVED = {  # file of the repository: page of the site
     "README.md": "index.md",
@@ -194,20 +197,35 @@ def method(name: str) -> str:
     factory = ALGORITHMS[name]
     index = (ROOT / "docs/methods/index.md").read_text()
     row = re.search(rf"^\| `{name}` \| (.*) \|$", index, re.MULTILINE)
-    title, file, sent, kept, time, architectures = row[1].split(" | ")  # type: ignore[index]
+    title, file, sent, kept, *costs, architectures = row[1].split(" | ")  # type: ignore[index]
     return f"""# {re.sub(r"[][]|[(]http[^ ]*[)]", "", title)}
 
 {title}: `--algo={name}`, in {file}.
 
-| sent (scalars each way) | kept by a client | time / FedAvg's | architectures |
-|---|---|---|---|
-| {sent} | {kept} | {time} | {architectures} |
+| sent (scalars each way) | kept by a client | time / FedAvg's | arithmetic | memory \
+| architectures |
+|---|---|---|---|---|---|
+| {sent} | {kept} | {" | ".join(costs)} | {architectures} |
 
 ::: {factory.__module__}
     options:
       members: [{factory.__name__}]
       show_source: true
 """
+
+
+def with_costs(index: str) -> str:
+    """Returns docs/methods/index.md with the measured ratios to FedAvg, a dash where
+    there is none."""
+    known = json.loads(COST.read_text())
+
+    def costs(match: re.Match) -> str:
+        found = known.get(match[2], {})
+        cells = [f"{found[x]:.3g}" if x in found else "-" for x in COSTS]
+        return " | ".join([match[1], *cells, match[3]])
+
+    own = rf"^(\| `(\w+)` \| .*)(?: \| [\d.-]+){{{len(COSTS)}}} \| (\w+ \|)$"
+    return re.sub(own, costs, index, flags=re.MULTILINE)
 
 
 def on_page_markdown(
@@ -236,4 +254,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "tests"))
     index = ROOT / "docs/methods/index.md"
     before, _, after = index.read_text().split(OPTIONS)
-    index.write_text(f"{before}{OPTIONS}\n{taken()}\n{OPTIONS}{after}")
+    index.write_text(f"{with_costs(before)}{OPTIONS}\n{taken()}\n{OPTIONS}{after}")

@@ -13,6 +13,7 @@ show, `columns` without published numbers. Unknown entries are null.
 
 import json
 import re
+import statistics
 import sys
 import tomllib
 from pathlib import Path
@@ -23,14 +24,14 @@ import pandas as pd
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.leaderboard import OWN_RATES  # noqa: E402
-from fedjax_pfl.experiment import metrics, presets  # noqa: E402
+from benchmarks import leaderboard  # noqa: E402
+from fedjax_pfl.experiment import figures, metrics, presets, significance  # noqa: E402
 from fedjax_pfl.experiment.presets import PRESETS  # noqa: E402
 from fedjax_pfl.experiment.text import METHODS  # noqa: E402
 
 FOLDER = ROOT / "experiments" / "results"
 DOCS = ROOT / "docs" / "results"
-BOARD = FOLDER / "leaderboard.json"
+IMAGES = ROOT / "docs" / "images"
 CLAIM = ["claim", "verdict", "premise", "evidence"]
 OTHER = ("task_acc",)  # scores that may not be the published quantity
 _NOTE = "<!-- Written by `python docs/result_pages.py`: do not edit. -->"
@@ -43,21 +44,24 @@ _INTRO = (
     "that is given. See [evaluation](../evaluation.md)."
 )
 _BOARD = (
-    "Accuracies in %, means over clients after the last round, before and after local "
-    "training; ± is the sample standard deviation over seeds. Each method has the "
-    "learning rate that was best on validation examples (a fifth of the training "
-    "examples, seed 0), among those of 0.3, 0.1, 0.03, 0.01 and 0.003 at which no "
-    "seed diverged; its other hyperparameters are its defaults. pFedHN and MOCHA have "
-    "rates of their own, which were not tuned. pFedHN takes 50 local steps in a "
-    "round, where most others take about 10, and pFedMe takes 5 on each batch. MOCHA "
-    "has a linear model, FedL2G a warm-up of one round, CFL `first=5`. FedDF "
-    "(also fine-tuned), FedMD, MNFL for several architectures, Sim-pFD and TopK-pFD "
-    "have public examples: 200 of the digits, else 1,000 of Fashion-MNIST, CIFAR-100 "
-    "or MNIST. CIFAR-10 is a subset of 14,000 images here, of which the clients have "
-    "a fifth. Other runs shared the machine while the seconds were measured. Rows are "
-    "ordered by the better of both accuracies. `--tuned` takes the learning rate of "
-    "this table. The settings are presets: `digits`, `leaderboard_mnist`, "
-    "`leaderboard_cifar10` and `leaderboard_fashion_mnist`."
+    "Accuracies in %, means over clients, before and after local training; ± is the "
+    "sample standard deviation over five seeds, each with a partition and initial "
+    "weights of its own. Each method has eight trials on seed 0, judged by validation "
+    "examples (a fifth of the training examples): five learning rates, then three "
+    "values of a hyperparameter of its own, or three more rates. Runs are evaluated "
+    "every 5 rounds, end when validation accuracy has not improved for 20 rounds, "
+    "after at most 100, and are scored where it was highest; rounds in which not all "
+    "phases of a method act do not count. pFedHN and MOCHA have rates of their own "
+    "in place of the learning rate, MOCHA has a linear model, and the methods with "
+    "public images have 200 of the same data set. The score of a method is the higher "
+    "mean of before and after local training. Ahead of both baselines: the mean "
+    "paired difference over seeds to Local and to fine-tuned FedAvg is more than two "
+    "standard errors. Ranks are over settings and seeds, with Nemenyi's critical "
+    "difference; seeds of one setting share their examples. To reach: MB sent and "
+    "received by all clients, and thousand local steps of a client, until the score "
+    "first equals that of fine-tuned FedAvg on the same seed (medians; a dash: in "
+    "fewer than three seeds). A step is as much arithmetic as one of FedAvg's. "
+    "`--preset=leaderboard_SETTING --algo=METHOD --tuned` has the values of a row."
 )
 
 
@@ -72,54 +76,83 @@ def pages() -> dict[str, str]:
 
 
 def _leaderboard() -> str:
-    """Returns the page of `leaderboard.json`: a table per setting."""
-    board = json.loads(BOARD.read_text())
-    parts = ["# Leaderboard", _NOTE, _BOARD, *board.pop("findings", [])]
-    parts += _stale(board)
-    for setting, rows in board.items():
-        shown = {name: x for name, x in rows.items() if "reason" not in x}
-        order = sorted(shown, key=lambda name: -_higher(shown[name]))
-        cells = [
-            {"method": f"`{name}`" + " †" * ("stale" in shown[name])}
-            | _cells(shown[name])
-            for name in order
+    """Returns the page of `leaderboard.json`: the ranks and a table per setting."""
+    board = leaderboard.board()
+    complete = leaderboard.complete(board)
+    parts = ["# Leaderboard", _NOTE, _BOARD]
+    known = tomllib.loads(leaderboard.FINDINGS.read_text())
+    parts.append("\n".join(f"* {x}" for x in known["findings"]))
+    if len(complete) > 1:
+        found = leaderboard.ranks(complete)
+        parts += [
+            "## Ranks",
+            f"Friedman's test over {found.settings} settings and seeds: p = "
+            f"{found.p:.2g}; mean ranks that differ by {found.difference:.1f} or more "
+            f"differ at the level of {100 * significance.LEVEL:.0f} %.",
+            _markdown(_overview(complete, found)),
+            "![Mean ranks](../images/leaderboard-ranks.png)",
         ]
-        for name, cell in zip(order, cells, strict=True):
-            cell["lr"] = "-" if name in OWN_RATES else cell["lr"]
-        text = pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True)
-        text = re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))
+    for setting, rows in complete.items():
+        preset = leaderboard.SETTINGS[setting]
         command = f"python -m benchmarks.leaderboard --setting={setting}"
-        parts += [f"## {setting}", text, f"```bash\n{command}\n```"]
         absent = {name: x["reason"] for name, x in rows.items() if "reason" in x}
-        parts += ["\n".join(f"* `{name}`: {why}" for name, why in absent.items())]
+        parts += [
+            f"## {setting}",
+            f"{PRESETS[preset].description}.",
+            _markdown(pd.DataFrame(_rows(rows))),
+            f"```bash\n{command}\n```",
+            "\n".join(f"* `{name}`: {why}" for name, why in absent.items()),
+        ]
+    if missing := sorted(leaderboard.SETTINGS.keys() - complete.keys()):
+        parts.append(f"Not measured for all methods: {', '.join(missing)}.")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _stale(board: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns what has changed in the methods since their rows were measured."""
-    rows = [pair for setting in board.values() for pair in setting.items()]
-    changes = {name: row["stale"] for name, row in rows if "stale" in row}
-    if not changes:
-        return []
-    lines = [f"* `{name}`: {change}" for name, change in sorted(changes.items())]
-    return [
-        "Rows with † are of an earlier version of the method, and count above as "
-        "measured. Since then:",
-        "\n".join(lines),
-    ]
+def _markdown(table: pd.DataFrame) -> str:
+    text = table.to_markdown(index=False, disable_numparse=True)
+    return re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))
 
 
-def _higher(row: dict[str, Any]) -> float:
-    """Returns the better accuracy of before and after local training."""
-    return max(row["before"][0], row["after"][0])
+def _overview(
+    complete: dict[str, dict[str, Any]], found: significance.Ranks
+) -> pd.DataFrame:
+    """Returns mean ranks, scores in each setting, and where a method is ahead."""
+    means = leaderboard.scores(complete).groupby("setting", sort=False).mean()
+    ahead = {setting: leaderboard.ahead(rows) for setting, rows in complete.items()}
+    return pd.DataFrame(
+        {"method": f"`{name}`", "mean rank": f"{rank:.1f}"}
+        | {setting: f"{means.loc[setting, name]:.1f}" for setting in complete}
+        | {"ahead of both": ", ".join(x for x in complete if name in ahead[x]) or "-"}
+        for name, rank in found.means.items()
+    )
+
+
+def _rows(rows: dict[str, Any]) -> list[dict[str, str]]:
+    """Returns the cells of a setting, the best method first."""
+    shown = {name: x for name, x in rows.items() if "reason" not in x}
+    order = sorted(shown, key=lambda name: -leaderboard.score(shown[name]))
+    return [{"method": f"`{name}`"} | _cells(shown[name]) for name in order]
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{x[0]:.2f} ± {x[1]:.2f}" if isinstance(x, list) else f"{x:g}"
-        for name, x in row.items()
-        if name != "stale"
+    values = {"lr": row["lr"]} | row["hparams"]
+    tuned = ", ".join(f"{n}={x}" for n, x in values.items() if x is not None)
+    columns = {"before": "before", "after": "after"}
+    columns |= {f"{name}, worst tenth": f"{name}10" for name in columns}
+    spread = {
+        title: f"{statistics.fmean(row[name]):.1f} ± {statistics.stdev(row[name]):.1f}"
+        for title, name in columns.items()
     }
+    reach = {name: _reached(row[name]) for name in ("MB to reach", "steps to reach")}
+    rounds = f"{statistics.median(row['rounds']):.0f}"
+    return {"tuned": tuned, "rounds": rounds} | spread | reach
+
+
+def _reached(values: list[float | None]) -> str:
+    """Returns the median of what was spent; "-" if most seeds never reached it."""
+    spent = sorted(float("inf") if x is None else x for x in values)
+    median = statistics.median(spent)
+    return "-" if median == float("inf") else f"{median:.3g}"
 
 
 def _page(paper: str, names: list[str]) -> str:
@@ -143,11 +176,7 @@ def _claims(paper: str) -> list[str]:
         return []
     cells = pd.DataFrame([{x: row.get(x, "") for x in CLAIM} for row in rows])
     shown = cells.loc[:, (cells != "").any()]
-    text = shown.to_markdown(index=False, disable_numparse=True)
-    return [
-        "## Claims of the abstract",
-        re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text)),
-    ]
+    return ["## Claims of the abstract", _markdown(shown)]
 
 
 def _section(name: str, table: dict[str, Any]) -> list[str]:
@@ -173,8 +202,7 @@ def _section(name: str, table: dict[str, Any]) -> list[str]:
     if "reduced or changed" in cells and cells["reduced or changed"].nunique() == 1:
         about = f"The paper's setting, {cells.pop('reduced or changed').iloc[0]}. "
     shown = cells.loc[:, (cells != "").any()]
-    text = shown.to_markdown(index=False, disable_numparse=True)
-    parts = [title, re.sub(r" {2,}", " ", re.sub("-{4,}", "---", text))]
+    parts = [title, _markdown(shown)]
     if image := table.get("image"):
         parts.append(f"![{table['table']}](../images/{image})")
     machine, commit = (table[x] or "not recorded" for x in ("machine", "commit"))
@@ -228,6 +256,10 @@ def main() -> None:
     DOCS.mkdir(exist_ok=True)
     for name, text in pages().items():
         (DOCS / name).write_text(text, encoding="utf-8")
+    complete = leaderboard.complete(leaderboard.board())
+    if len(complete) > 1:
+        figure = figures.ranks(leaderboard.ranks(complete))
+        figure.savefig(IMAGES / "leaderboard-ranks.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ from benchmarks import (
 )
 from benchmarks.agreement import check
 from benchmarks.stock import stock
-from fedjax_pfl import simulate
+from fedjax_pfl import hyperparameters, simulate
+from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.data.federate import federate
 from fedjax_pfl.errors import InputError
+from fedjax_pfl.experiment import presets
 from fedjax_pfl.experiment.config import Config
 from fedjax_pfl.models import flops, model, num_parameters
 from fedjax_pfl.models.nets import AFM
@@ -309,17 +311,102 @@ def test_the_plain_autoencoder_is_feddvas_without_what_is_personal(monkeypatch):
         )
 
 
-def test_a_rate_at_which_a_seed_diverged_is_not_chosen():
-    runs = [
-        (0.3, 0, "complete", 0.9),
-        (0.3, 1, "diverged", np.nan),
-        (0.1, 0, "complete", 0.7),
-        (0.1, 1, "complete", 0.95),
-        (0.03, 0, "complete", 0.8),
-        (0.01, 0, "diverged", 0.85),
-    ]
-    table = pd.DataFrame(runs, columns=["lr", "seed", "status", "macro"])
-    table = table.assign(point="val", score="acc")
-    assert leaderboard.chosen(table) == 0.03
-    with pytest.raises(InputError, match="diverges at every"):
-        leaderboard.chosen(table[table["status"] == "diverged"])
+def test_a_method_of_the_board_has_eight_trials():
+    for algo in set(ALGORITHMS) - set(leaderboard.ABSENT):
+        asked = []
+
+        def score(one, asked=asked):
+            asked.append(one)
+            return -abs((one.lr or 0.1) - 0.1) - len(one.hparams)
+
+        trials = leaderboard.search(algo, score)
+        assert len({str(one) for one in asked}) == len(trials) == 8
+        assert trials[0][0] == max(x[0] for x in trials)
+        for _, _, one in trials:
+            hyperparameters.check(ALGORITHMS[algo], one.hparams)
+
+
+def test_values_with_which_a_seed_diverges_are_not_chosen():
+    table = pd.DataFrame({"val": [50.0]}, index=[5])
+
+    class Runs:
+        def run(self, one, seed):
+            return None if one.lr == 0.3 and seed == 3 else table * (1 + one.lr)
+
+    one, found = leaderboard.chosen(Runs(), "fedbn")
+    assert one.lr == 1.5 and len(found) == len(leaderboard.SEEDS)
+
+    class Worse(Runs):
+        def run(self, one, seed):
+            return None if one.lr > 0.1 and seed == 3 else super().run(one, seed)
+
+    assert leaderboard.chosen(Worse(), "ditto")[0].lr == 0.1
+
+    class Never(Runs):
+        def run(self, one, seed):
+            return None
+
+    with pytest.raises(InputError, match="diverges with all"):
+        leaderboard.chosen(Never(), "ditto")
+
+
+def test_a_run_of_the_board_ends_without_an_improvement():
+    rows = [{"round": t, "val": min(t, 10)} for t in range(5, 45, 5)]
+    ends = [leaderboard._ends(rows[: i + 1], 20) for i in range(len(rows))]
+    assert ends.index(True) == 5  # after round 30, 20 after the best
+
+
+def board(**gains):
+    """Rows of a setting, relative to accuracies of Local and fine-tuned FedAvg."""
+    base = np.array([80.0, 82.0, 81.0, 79.0, 80.0])
+    rows = {name: base + gain for name, gain in gains.items()}
+    rows |= {"local": base - 5, "fedavg_ft": base}
+    return {
+        name: {"lr": 0.1, "hparams": {}, "before": [*x], "after": [*(x - 1)]}
+        for name, x in rows.items()
+    }
+
+
+def test_a_method_is_ahead_by_more_than_two_standard_errors_of_the_difference():
+    noise = np.array([3.0, -2.0, 0.5, 2.0, -3.0])
+    rows = board(good=1.0, noisy=1 + noise, worse=-1.0)
+    assert leaderboard.ahead(rows | {"none": {"reason": "no"}}) == {"good"}
+
+
+def test_ranks_of_the_board_are_over_settings_and_seeds(monkeypatch):
+    rows = board(good=1.0, worse=-1.0)
+    monkeypatch.setattr(leaderboard, "ALGORITHMS", rows)
+    half = {"good": rows["good"]}
+    complete = leaderboard.complete({"few": rows, "mild": half, "skewed": rows})
+    assert list(complete) == ["skewed", "few"]
+    found = leaderboard.ranks(complete)
+    assert found.settings == 10
+    assert found.means.to_dict() == {"good": 1, "fedavg_ft": 2, "worse": 3, "local": 4}
+
+
+def test_a_row_of_the_board_runs_and_is_kept(monkeypatch, tmp_path):
+    """FedAvg is trained with two rates and two seeds; its rounds count from the first
+    evaluation on, and the best of each is kept with its values."""
+    monkeypatch.setattr(leaderboard, "RATES", (0.1, 0.03))
+    monkeypatch.setattr(leaderboard, "NEAR", ())
+    monkeypatch.setattr(leaderboard, "SEEDS", (0, 1))
+    monkeypatch.setattr(leaderboard, "BOARD", tmp_path / "board.json")
+    monkeypatch.setattr(leaderboard.presets, "TUNED", tmp_path / "tuned.json")
+    small = {"rounds": 4, "eval_every": 1, "clients": 4, "patience": 1}
+    name = leaderboard.SETTINGS["rotated"]
+    preset = leaderboard.presets.PRESETS[name]
+    own = preset._replace(settings=preset.settings | small)
+    monkeypatch.setitem(leaderboard.presets.PRESETS, name, own)
+    row = leaderboard.row("rotated", "fedavg", None)
+    assert row["lr"] in (0.1, 0.03) and len(row["after"]) == 2
+    assert all(1 <= t <= 3 for t in row["rounds"])
+    assert min(row["before"]) > 12 and 0 < row["MB to reach"][0] <= row["MB"][0]
+    for path in (leaderboard.BOARD, leaderboard.presets.TUNED):
+        path.write_text("{}")
+    leaderboard.keep("rotated", "fedavg", row)
+    leaderboard.keep("rotated", "feddva", {"reason": "no accuracy"})
+    assert leaderboard.board() == {
+        "rotated": {"fedavg": row, "feddva": {"reason": "no accuracy"}}
+    }
+    assert presets.tuned(name, "fedavg") == {"lr": row["lr"]}
+    assert presets.tuned(name, "feddva") is None

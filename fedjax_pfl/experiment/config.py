@@ -40,7 +40,9 @@ class Method(groups.Group):
         "with --dataset=digits the preset digits replaces the defaults below",
     )
     tuned: bool = setting(
-        False, "the learning rate that validation chose for the method in the preset"
+        False,
+        "learning rate and hyperparameters that validation chose in the preset, which "
+        "other flags override",
     )
 
 
@@ -176,12 +178,13 @@ def resolve(given: Mapping[str, Any]) -> Config:
         values["dp_noise"] = given.get("dp_noise")  # not that of another epsilon
     algo = text.choose("algo", values["algo"], ALGORITHMS)
     known = {base.algo: base.hparams} if base else preset.hparams if preset else {}
-    if values.get("tuned") and given.get("lr") is None:
-        if (lr := tuned(name, algo)) is None:
-            raise InputError(f"--tuned: {algo} has no tuned rate in preset {name}.")
-        values["lr"] = lr
     own = typed(find(algo), given.get("hparams", {}))
-    values["hparams"] = known.get(algo, {}) | own
+    chosen = dict(tuned(name, algo) or {}) if values.get("tuned") else {}
+    if values.get("tuned") and not chosen:
+        raise InputError(f"--tuned: {algo} has no tuned values in preset {name}.")
+    lr = chosen.pop("lr", None)
+    values |= {} if lr is None or given.get("lr") is not None else {"lr": lr}
+    values["hparams"] = known.get(algo, {}) | chosen | own
     if values.get("base") and pretrained.is_folder(values["base"]):
         values |= {"model": pretrained.PREFIX + values["base"], "base": None}
     config = Config(**values)

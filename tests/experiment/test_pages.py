@@ -13,7 +13,7 @@ from fedjax_pfl.experiment.presets import PRESETS
 
 sys.path.append(str(ROOT / "docs"))
 generator = importlib.import_module("result_pages")
-FILES = sorted(set(generator.FOLDER.glob("*.json")) - {generator.BOARD})
+FILES = sorted(set(generator.FOLDER.glob("*.json")) - {generator.leaderboard.BOARD})
 
 
 def test_the_pages_are_those_that_the_results_generate():
@@ -59,11 +59,22 @@ def test_published_numbers_and_differences_stand_beside_the_measured():
     assert "rounds 250 of 2000" in page
 
 
-def test_rows_of_changed_methods_are_marked():
-    board = json.loads(generator.BOARD.read_text())
+def test_the_leaderboard_shows_settings_that_all_methods_have(monkeypatch):
+    def row(gain):
+        accuracies = [80 + gain + x for x in (0, 1, -1, 0.5, 0)]
+        names = ("before", "after", "before10", "after10")
+        reach = {"MB to reach": [1.5, None, None, None, 2.5]}
+        reach["steps to reach"] = [1.0, 2.0, 3.0, None, None]
+        tuned = {"lr": 0.1, "hparams": {"mu": 0.5}, "rounds": [5, 10, 15, 20, 25]}
+        return tuned | dict.fromkeys(names, accuracies) | reach
+
+    rows = {"local": row(0), "fedavg": row(0.5), "fedavg_ft": row(1), "ditto": row(2)}
+    board = {"few": rows, "skewed": rows | {"ditto": {"reason": "no"}}, "mild": {}}
+    monkeypatch.setattr(generator.leaderboard, "ALGORITHMS", rows)
+    monkeypatch.setattr(generator.leaderboard, "board", lambda: board)
     page = generator.pages()["leaderboard.md"]
-    rows = [pair for name in list(board)[1:] for pair in board[name].items()]
-    stale = [name for name, row in rows if "stale" in row]
-    assert sorted(re.findall(r"^\| `(\w+)` † \|", page, re.MULTILINE)) == sorted(stale)
-    assert all(f"\n* `{name}`: " in page for name in stale)
-    assert generator._stale({"digits": {"fedavg": {"lr": 0.1}}}) == []
+    few = page.split("## few")[1]
+    cells = "lr=0.1, mu=0.5 | 15 | 82.1 ± 0.7 | 82.1 ± 0.7 | 82.1 ± 0.7 | 82.1 ± 0.7"
+    assert f"| `ditto` | {cells} | - | 3 |" in few
+    assert few.index("`ditto`") < few.index("`fedavg_ft`") < few.index("`local`")
+    assert "* `ditto`: no" in page and "all methods: mild, rotated." in page

@@ -20,7 +20,7 @@ DEFAULT_PRESETS = {"digits": "digits", "synthetic": "synthetic"}
 # a smaller value reduces the experiment, any other difference changes it
 SIZES = ("rounds", "clients", "data_fraction", "epochs", "steps")
 # settings that are compared by other means, or change no score after the last round
-# learning rates of `benchmarks.leaderboard`: {preset: {method: lr}}
+# of `benchmarks.leaderboard`: {preset: {method: {lr or hyperparameter: value}}}
 TUNED = Path(__file__).parent / "tuned.json"
 _IGNORED = ("algo", "preset", "seed", "eval_every", "hparams")
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -125,9 +125,11 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def tuned(preset: str | None, algo: str) -> float | None:
-    """Returns a method's tuned learning rate; None where it was not tuned."""
-    return json.loads(TUNED.read_text()).get(preset or "", {}).get(algo)
+def tuned(preset: str | None, algo: str) -> dict[str, Any] | None:
+    """Returns a method's tuned values, `lr` and hyperparameters; None where there are
+    none."""
+    found: dict[str, Any] = json.loads(TUNED.read_text()).get(preset or "", {})
+    return found.get(algo)
 
 
 def same(name: str, a: Any, b: Any) -> bool:
