@@ -35,7 +35,9 @@ def covariance(first: Array, second: Array, count: Array) -> Array:
 
 def gaussian(key: Array, mean: Array, cov: Array, samples: int) -> Array:
     """Returns features [samples, K, C] of the classes' Gaussians."""
-    values, vectors = jnp.linalg.eigh(cov.transpose(2, 0, 1))
+    # one after another: a batch of LAPACK's decompositions hangs XLA's CPU client after
+    # convolutions (JAX 0.10)
+    values, vectors = jax.lax.map(jnp.linalg.eigh, cov.transpose(2, 0, 1))
     # Eigenvalues that are rounding have no direction, and equal ones many: the
     # symmetric root does not depend on the choice.
     values = jnp.where(values > 1e-5 * values[:, -1:], values, 0)
