@@ -1,6 +1,7 @@
 """The longest kernels of one round, by the profiler of JAX.
 
-    python -m benchmarks.profiled [--model=cnn] [--clients=100] [--width=N] [--top=10]
+    python -m benchmarks.profiled [--algo=fedavg] [--model=cnn] [--clients=100]
+    [--width=N] [--top=10]
 
 Prints the number of kernels per local step and the kernels with the most time.
 """
@@ -17,7 +18,7 @@ from benchmarks import report, setting
 from benchmarks.runner import Runner
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.width import automatic_width
-from fedjax_pfl.errors import InputError
+from fedjax_pfl.errors import InputError, choose
 
 FLAGS = flags.FLAGS
 # of the lines of a trace: kernels of a GPU, operations of a TPU and of a CPU
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> None:
     del argv
     task, federation = setting.build(FLAGS.model, clients=FLAGS.clients)
     width = FLAGS.width or automatic_width(task, FLAGS.clients)
-    run = Runner(ALGORITHMS["fedavg"], task, federation, width, 1)
+    method = ALGORITHMS[choose("method", FLAGS.algo, ALGORITHMS)]
+    run = Runner(method, task, federation, width, 1)
     run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -70,6 +72,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("algo", "fedavg", "method")
     flags.DEFINE_string("model", "cnn", "network")
     flags.DEFINE_integer("clients", 100, "clients of the round", lower_bound=1)
     flags.DEFINE_integer("width", None, "clients at once; auto", lower_bound=1)

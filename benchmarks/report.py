@@ -19,6 +19,7 @@ from absl import app, flags
 from fedjax_pfl import local_training
 from fedjax_pfl.algorithms import ALGORITHMS
 from fedjax_pfl.engine.flops import flops_of_step
+from fedjax_pfl.engine.frozen import with_frozen
 from fedjax_pfl.engine.xla import split_cpu
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment.run_directory import versions
@@ -122,14 +123,23 @@ def planned(task: Task) -> tuple[int, int]:
     return int(steps.sum()), int(examples.sum())
 
 
-def flops(method: str, task: Task, federation: Federation, plain: Model) -> float:
+def flops(
+    method: str,
+    task: Task,
+    federation: Federation,
+    plain: Model,
+    hparams: dict[str, Any] | None = None,
+) -> float:
     """Floating-point operations of a method's own for each planned step.
 
     Args:
       plain: the task's model, its convolutions in the form "matmul" (see
         `flops_of_step`).
     """
-    return flops_of_step(ALGORITHMS[method], task._replace(models=(plain,)), federation)
+    shared = None if task.shared is None else plain
+    task = task._replace(models=(plain,), shared=shared)
+    held = with_frozen(federation, task)
+    return flops_of_step(ALGORITHMS[method], task, held, hparams)
 
 
 def account(compiled: jax.stages.Compiled) -> int:
