@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -138,6 +139,18 @@ def test_the_table_of_options_is_generated(names):
     _, table, _ = read("docs/methods/index.md").split(pages.OPTIONS)
     assert {*pages.taken(names).splitlines()} <= {*table.splitlines()}
     assert table.count("\n| `") == len(ALGORITHMS)
+
+
+def test_the_costs_of_methods_are_those_measured():
+    """A method that takes over 1.5 times its arithmetic has a reason."""
+    pages, index = generated(), read("docs/methods/index.md")
+    assert index == pages.with_costs(index), "python docs/pages.py"
+    known = json.loads(pages.COST.read_text())
+    assert known.keys() == {*ALGORITHMS}
+    slow = {name for name, x in known.items() if x["time"] > 1.5 * x["arithmetic"]}
+    reasons = index.split("## Slower than their arithmetic")[1].split("\n## ")[0]
+    lists = re.findall(r"^\* ((?:`\w+`(?:, )?)+):", reasons, re.MULTILINE)
+    assert slow == {*re.findall(r"\w+", " ".join(lists))}
 
 
 # Folders and files whose language is checked; the rest of the repository follows.

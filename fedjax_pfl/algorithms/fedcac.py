@@ -26,11 +26,27 @@ def critical(old: PyTree, new: PyTree, share: Numeric) -> PyTree:
     def mask(a: Array, b: Array) -> Array:
         value = jnp.abs((b - a) * b).reshape(-1)
         count = jnp.floor(share * value.size).astype(jnp.int32)
-        least = jnp.sort(value)[::-1][jnp.maximum(count - 1, 0)]
+        least = largest(value, jnp.maximum(count, 1))
         chosen = (value >= least) & (value > 0) & (count > 0)
         return chosen.reshape(b.shape)
 
     return jax.tree.map(mask, old, new)
+
+
+def largest(values: Array, k: Numeric) -> Array:
+    """Returns the k-th largest [] of values [M] >= 0, k from 1 to M.
+
+    Bit by bit, as numbers from 0 on are ordered as their bits: 31 counts are faster
+    than a sort.
+    """
+    bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
+
+    def step(i: Array, low: Array) -> Array:
+        higher = low | (jnp.int32(1) << (30 - i))
+        return jnp.where(jnp.sum(bits >= higher) >= k, higher, low)
+
+    found = jax.lax.fori_loop(0, 31, step, jnp.int32(0))
+    return jax.lax.bitcast_convert_type(found, jnp.float32).astype(values.dtype)
 
 
 def overlap(masks: PyTree) -> Array:

@@ -1,8 +1,12 @@
 """FedCAC: its limit and two rounds by hand."""
 
 import by_hand
+import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
+
+from fedjax_pfl.algorithms.fedcac import largest
 
 
 def test_without_critical_parameters_it_is_fedavg():
@@ -54,3 +58,11 @@ def test_two_rounds_by_hand():
         oracle.close(states[t + 1].server, w)
         for i in range(5):
             oracle.close(by_hand.row(states[t + 1], i, "critical"), critical[i])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_largest_is_that_of_a_sort(size):
+    values = np.abs(np.random.default_rng(size).normal(size=size)).astype(np.float32)
+    values[::3] = 0
+    for k in {1, size // 2 + 1, size}:
+        assert largest(jnp.asarray(values), k) == np.sort(values)[::-1][k - 1]
