@@ -10,6 +10,7 @@ import functools
 import importlib
 import itertools
 import math
+import os
 import random
 import types
 from collections import OrderedDict, defaultdict
@@ -895,3 +896,41 @@ def _flute(checkout: Path) -> dict[str, Any]:
         mine.append(kernel - 0.25 * np.asarray(jax.grad(collapse)(kernel, has)))
     theirs = [heads[i]["fc3.weight"].detach().numpy().T for i in range(2)]
     return {"heads": (theirs, mine)}
+
+
+@check(
+    "flora",
+    "ATP-1010/FederatedLLM",
+    "the stacked matrices of three clients, of one rank and of several",
+    "theirs adapt language models, without a head",
+)
+def _flora(checkout: Path) -> dict[str, Any]:
+    from fedjax_pfl.models import low_rank
+
+    sizes, pairs = [5, 9, 2], {}
+    p = jnp.array(sizes, jnp.float32) / sum(sizes)
+    file = checkout / "fed_utils/model_aggregation.py"
+    for heter, ranks in ((False, [3, 3, 3]), (True, [3, 1, 2])):
+        # [I, r] and [r, O] with zeros beyond a client's rank
+        a, b = random_array(3, 6, 3), random_array(3, 3, WIDTH)
+        clients = [
+            {"A": tensor(a[k, :, :r].T), "B": tensor(b[k, :r].T)}
+            for k, r in enumerate(ranks)
+        ]
+        kept: list[Any] = []
+        known = names(os=os, normalize=F.normalize, ZeroPad2d=nn.ZeroPad2d)
+        load = lambda path, clients=clients, **_: clients[int(path.split("_")[-1][0])]
+        stand_in = {"load": load, "save": lambda x, _, kept=kept: kept.append(x)}
+        known["torch"] = types.SimpleNamespace(**(vars(torch) | stand_in))
+        merge = cut(file, "FedAvg", known)
+        given = ("", dict(enumerate(sizes)), 0, True, 3, heter, ranks, False, False)
+        merge(None, range(3), *given)
+        has = jnp.arange(3) < jnp.array(ranks)[:, None]
+        body = {"lora_a": jnp.array(a) * has[:, None], "lora_b": b * has[..., None]}
+        stack = low_rank.stacked(body, p)
+        real = np.asarray(has).ravel()
+        mine = stack["lora_a"][:, real].T, stack["lora_b"][real].T
+        pairs[f"ranks {ranks}"] = ([kept[0]["A"], kept[0]["B"]], mine)
+        product = low_rank.product(stack["lora_a"], stack["lora_b"])
+        pairs[f"product, ranks {ranks}"] = ((kept[0]["B"] @ kept[0]["A"]).T, product)
+    return pairs

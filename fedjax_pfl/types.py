@@ -138,6 +138,7 @@ class Frozen(NamedTuple):
     merge: Callable[[PyTree], PyTree]
     # of each value the axis that devices which share one base divide; -1: none
     axes: PyTree
+    scale: float = 1.0  # factor of LoRA's products
 
 
 class Model(NamedTuple):

@@ -16,8 +16,8 @@ from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.engine import contract
 from fedjax_pfl.engine.placement import AXIS
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models import layers, nets, text, vit
-from fedjax_pfl.models.adapted import bias, head, lora, norms, prompt
+from fedjax_pfl.models import layers, low_rank, nets, text, vit
+from fedjax_pfl.models.adapted import bias, head, lora, norms, prompt, shifted
 from fedjax_pfl.models.transformer import Layout
 from fedjax_pfl.types import Context, RunState, State
 
@@ -192,6 +192,31 @@ def test_scanned_blocks_are_the_blocks_one_by_one(make, blocks):
         sum(a.size for a in jax.tree.leaves(n.frozen.values)) for n in (one, other)
     ]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    "case, blocks",
+    [
+        ("attention", "unrolled"),
+        ("attention", "scanned"),
+        ("general", "unrolled"),
+        ("convolutions", "unrolled"),
+    ],
+)
+def test_a_base_shifted_by_the_products_is_the_adapted_network(case, blocks):
+    make, shape, how = CASES[case]
+    net = models.adapted(make, how, shape, C, blocks=blocks)
+    start, x = net.init(KEY), inputs(shape)
+    v = jax.tree.map(jnp.asarray, noisy(start, 4)) | {"head": start["head"]}
+    products = low_rank.products(v["body"])
+    change = jax.tree.map(lambda x: net.frozen.scale * x, products)
+    here = shifted(net, change)
+    logits = [
+        jax.jit(n.apply)(w, x)[0] for n, w in ((net, v), (here, start), (net, start))
+    ]
+    np.testing.assert_allclose(*logits[:2], rtol=1e-4, atol=1e-4)
+    assert np.abs(logits[1] - logits[2]).max() > 1e-3
+    toy.assert_close(models.merged(here, start), models.merged(net, v), 1e-5)
 
 
 def test_scanned_blocks_must_be_alike():

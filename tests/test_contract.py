@@ -388,6 +388,8 @@ def formula(method: str) -> tuple[np.ndarray, np.ndarray]:
     columns = (6 + 1) * C * ones  # one-vs-rest, a constant among the features
     apart = {
         "hetlora": (of_ranks, of_ranks + 1),  # up the norm of its product
+        # 2 rounds missed: the sum of their products is smaller
+        "flora": (head + 6 * 8 * ones, head + (6 + 8) * 3 * ones),
         # M = 5 models down
         "fedfomo": (5 * (body + head) * ones, (body + head + N) * ones),
         "mocha": (columns + 2, columns),  # Sigma_tt and rho

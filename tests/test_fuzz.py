@@ -85,7 +85,8 @@ def draw(method: str, seed: int) -> Case:
     n = int(rng.integers(2, 14))
     net = (
         one_of("mlp", "norm")
-        if method not in ("mocha", "fedma", "pfedma", "fedbn", "hetlora", "fedsa_lora")
+        if method
+        not in ("mocha", "fedma", "pfedma", "fedbn", "hetlora", "fedsa_lora", "flora")
         else toy.net_of(method)
     )
     # batch norm of two or three rows magnifies a last bit a thousand times

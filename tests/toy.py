@@ -163,7 +163,7 @@ def _task(net: str, **options: Any) -> Task:
 
 def net_of(method: str) -> str:
     nets = {"fedbn": "norm", "fedap": "norm", "mocha": "linear"}
-    nets |= {"hetlora": "lora", "fedsa_lora": "lora"}
+    nets |= {"hetlora": "lora", "fedsa_lora": "lora", "flora": "lora"}
     return nets.get(method, "mlp")
 
 

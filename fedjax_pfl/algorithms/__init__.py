@@ -20,7 +20,7 @@ from fedjax_pfl.algorithms import moon, feddyn, fedlc, fedntd, feddbe, knn_per, 
 from fedjax_pfl.algorithms import fedgh, fedpac, fedas, fedtgp, pfedsim, fedcac, gpfl
 from fedjax_pfl.algorithms import fedmtl, fedmrl, fedgen, fedpcl, apple, ccvr, fedl2g
 from fedjax_pfl.algorithms import fedsr, pfl_da, fedcross, cfl, fednova
-from fedjax_pfl.algorithms import fedsa_lora, hetlora, pfedlora
+from fedjax_pfl.algorithms import fedsa_lora, flora, hetlora, pfedlora
 from fedjax_pfl.algorithms import pfedfda, floco, fedap, pfedla, pefll, fedssa, flute
 from fedjax_pfl.algorithms.registry import ALGORITHMS, SEVERAL_ARCHITECTURES, register
 

@@ -10,21 +10,14 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
-from flax import traverse_util
 
-from fedjax_pfl import averaging, keys, local_training, losses, traffic, trees
+from fedjax_pfl import averaging, local_training, losses, traffic, trees
 from fedjax_pfl.algorithms.registry import register
-from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.adapted import A, B
+from fedjax_pfl.models import low_rank
+from fedjax_pfl.models.low_rank import masked
 from fedjax_pfl.types import Array, Method, PyTree, State, Task, Update
 
 LEAST = 1e-24  # square of a norm whose gradient is taken as 0
-
-
-class Start(keys.Stream):
-    """Streams below the key of the initial state."""
-
-    RANKS = 50, "the clients' ranks"
 
 
 @register("hetlora")
@@ -56,14 +49,13 @@ def hetlora(
       gamma and lam were not compared with the paper's text. Where one rank is for all,
       gamma 1, lam 0 and by_norm False, the method is FedAvg.
     """
-    rank = _rank(task)
+    rank = low_rank.rank(task.model, "hetlora")
     split, plain = averaging.split(task), losses.classification(task.model, task)
     at = jnp.arange(rank)
 
     def init(key):
         state = split.init(key, lambda w: {})
-        draw, low = keys.fold(key, Start.RANKS), min(rank_min, rank)
-        ranks = jax.random.randint(draw, (task.num_clients,), low, rank + 1, jnp.int32)
+        ranks = low_rank.ranks(key, rank_min, rank, task.num_clients)
         return State(state.server, state.clients | {"rank": ranks})
 
     def less(of):
@@ -72,14 +64,14 @@ def hetlora(
     def tail(body, of):
         # The norms of the columns that pruning would remove.
         chosen = (at >= less(of)) & (at < of)
-        pairs = _layers(_masked(body, chosen))
+        pairs = _layers(masked(body, chosen))
         return sum((_norm(a) * _norm(b) for a, b in pairs), jnp.float32(0))
 
     def client(c, server, row):
         of = row["rank"]
         start = split.receive(server, row["own"])
         # Truncation to the client's rank.
-        start = start | {"body": _masked(start["body"], at < of)}
+        start = start | {"body": masked(start["body"], at < of)}
 
         def loss(w, batch, key):
             value, stats = plain(w, batch, key)
@@ -89,7 +81,7 @@ def hetlora(
         # Rank self-pruning.
         smaller = tail(w["body"], of) < tail(start["body"], of)
         new = jnp.where(smaller, jnp.clip(less(of), rank_min, of), of)
-        w = w | {"body": _masked(w["body"], at < new)}
+        w = w | {"body": masked(w["body"], at < new)}
         upload, own = split.send(w)
         norm = jnp.float32(1)
         if by_norm:
@@ -121,7 +113,7 @@ def hetlora(
 
     def predict(server, row, c):
         w = split.receive(server, row["own"])
-        body = _masked(w["body"], at < row["rank"])
+        body = masked(w["body"], at < row["rank"])
         return averaging.predictor(c.model, w | {"body": body})
 
     def count(state, cohort, metrics):
@@ -145,43 +137,10 @@ def hetlora(
     )
 
 
-def _rank(task: Task) -> int:
-    """Returns the rank of the model's LoRA."""
-    body = jax.eval_shape(task.model.init, jax.random.key(0))["body"]
-    flat = traverse_util.flatten_dict(body)
-    ranks = {x.shape[-1] for path, x in flat.items() if A in path}
-    others = [path for path in flat if A not in path and path[-1] != B]
-    if len(ranks) != 1 or others:
-        raise InputError(
-            "hetlora needs a model whose body is LoRA alone: models.adapted(..., "
-            "models.lora(rank), ...), --adapt=lora:RANK."
-        )
-    return ranks.pop()
-
-
-def _masked(body: PyTree, keep: Array) -> PyTree:
-    """Sets the columns of A and the rows of B to zero where not `keep` [r]."""
-    flat = traverse_util.flatten_dict(body)
-    return traverse_util.unflatten_dict(
-        {
-            path: jnp.where(
-                trees.align(keep, x.ndim) if A in path else trees.expand(keep, x.ndim),
-                x,
-                0,
-            )
-            for path, x in flat.items()
-        }
-    )
-
-
 def _layers(body: PyTree) -> list[tuple[Array, Array]]:
     """Returns A [I, r] and B [r, O] of every layer."""
-    flat = traverse_util.flatten_dict(body)
-    return [
-        (x.reshape(-1, x.shape[-1]), flat[(*path[: path.index(A)], B)])
-        for path, x in flat.items()
-        if A in path
-    ]
+    pairs = low_rank.factors(body).values()
+    return [(a.reshape(-1, a.shape[-1]), b) for a, b in pairs]
 
 
 def _norm(x: Array) -> Array:

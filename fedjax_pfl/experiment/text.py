@@ -138,6 +138,7 @@ METHODS = {
     "fednova": "FedNova",
     "hetlora": "HetLoRA",
     "fedsa_lora": "FedSA-LoRA",
+    "flora": "FLoRA",
     "pfedlora": "pFedLoRA",
     "pfedfda": "pFedFDA",
     "floco": "Floco",

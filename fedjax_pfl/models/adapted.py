@@ -236,7 +236,7 @@ def adapted(
         run, values = make(change=stack), _stacked(values)
     axes = {path: _divided(path, x) for path, x in _flat(values).items()}
     functions = functools.partial(_functions, run)
-    frozen = Frozen(values, functions, merge, _nested(axes))
+    frozen = Frozen(values, functions, merge, _nested(axes), how.scale)
     features, logits, apply = frozen.functions(frozen.values)
     norms = _some(whole.bn_mask, names)
     prompted = any(path[-1] == PROMPT for path in names)
@@ -266,6 +266,37 @@ def merged(given: Model, variables: PyTree) -> PyTree:
     if given.frozen is None:
         raise InputError("`given` must be a model made by models.adapted.")
     return given.frozen.merge(variables)
+
+
+def shifted(given: Model, change: PyTree) -> Model:
+    """Returns a model whose frozen kernels have a change added, in their own type.
+
+    Args:
+      given: of `adapted`.
+      change: kernels [..., I, O] of layers of the body, by the paths of `merged`.
+    """
+    frozen = given.frozen
+    assert frozen is not None
+    tree = {"body": change}
+    values = _added(
+        frozen.values, _stacked(tree) if STACK in frozen.values["body"] else tree
+    )
+
+    def merge(variables: PyTree) -> PyTree:
+        return _added(frozen.merge(variables), tree)
+
+    features, head, apply = frozen.functions(values)
+    frozen_now = frozen._replace(values=values, merge=merge)
+    return given._replace(features=features, head=head, apply=apply, frozen=frozen_now)
+
+
+def _added(tree: PyTree, change: PyTree) -> PyTree:
+    """Returns variables with a change added to some of them."""
+    flat = _flat(tree)
+    for path, x in _flat(change).items():
+        kernel = flat[path]
+        flat[path] = (kernel + x.reshape(kernel.shape)).astype(kernel.dtype)
+    return _nested(flat)
 
 
 def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array]:

@@ -1,5 +1,5 @@
-"""Methods of adapters: HetLoRA with one rank is FedAvg, pFedLoRA without its adapter is
-Local, and what they send."""
+"""Methods of adapters: HetLoRA with one rank is FedAvg, FLoRA's mean is exact, pFedLoRA
+without its adapter is Local, and what they send."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,11 @@ import toy
 from flax import traverse_util
 
 from fedjax_pfl import averaging, models
-from fedjax_pfl.algorithms import fedsa_lora, hetlora, pfedlora
-from fedjax_pfl.algorithms.hetlora import _layers, _masked
+from fedjax_pfl.algorithms import fedsa_lora, flora, hetlora, pfedlora
+from fedjax_pfl.algorithms.hetlora import _layers
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.models.adapted import A, B
+from fedjax_pfl.models import low_rank
+from fedjax_pfl.models.adapted import A, B, shifted
 from fedjax_pfl.types import Metrics
 
 TASK = toy.task("lora")
@@ -26,6 +27,16 @@ def leaves(tree):
 def close(a, b, tolerance=1e-5):
     for x, y in zip(leaves(a), leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def alone(made, state):
+    """The server after a round of each client by itself."""
+    ids, found = np.arange(toy.N), []
+    for i in ids:
+        one = toy.cohort(TASK, ids, active=ids == i)
+        key = jax.random.key(1)
+        found.append(toy.one_round(made, key, state, one)[0].server)
+    return found
 
 
 def test_hetlora_with_one_rank_is_fedavg():
@@ -72,19 +83,14 @@ def test_hetlora_weighs_by_the_norms_of_the_products():
     cohort = toy.cohort(TASK, ids)
     new, _ = toy.one_round(made, jax.random.key(1), state, cohort)
     # each client alone gives its own A and B
-    alone = []
-    for i in ids:
-        one = toy.cohort(TASK, ids, active=ids == i)
-        alone.append(
-            toy.one_round(made, jax.random.key(1), state, one)[0].server["body"]
-        )
+    own = [server["body"] for server in alone(made, state)]
     norms = []
-    for body in alone:
+    for body in own:
         products = [np.linalg.norm(a @ b) for a, b in _layers(body)]
         norms.append(np.sqrt(np.sum(np.square(products))))
     weights = np.array(norms) / np.sum(norms)
     mean = jax.tree.map(
-        lambda *x: sum(w * y for w, y in zip(weights, x, strict=True)), *alone
+        lambda *x: sum(w * y for w, y in zip(weights, x, strict=True)), *own
     )
     close(new.server["body"], mean, 1e-4)
 
@@ -106,9 +112,81 @@ def test_hetlora_counts_the_columns_of_a_clients_rank():
 def test_masks_cut_columns_of_a_and_rows_of_b():
     body = hetlora(TASK).init(jax.random.key(0)).server["body"]
     ones = jax.tree.map(jnp.ones_like, body)
-    ((a, b),) = _layers(_masked(ones, jnp.arange(RANK) < 1))
+    ((a, b),) = _layers(low_rank.masked(ones, jnp.arange(RANK) < 1))
     assert a.shape == (6, RANK) and b.shape == (RANK, 8)
     assert a[:, 0].all() and not a[:, 1:].any() and b[0].all() and not b[1:].any()
+
+
+@pytest.mark.parametrize("rank_min", [1, toy.slow(None)])
+def test_flora_adds_the_weighted_mean_of_the_products(rank_min):
+    made = flora(TASK, rank_min=rank_min)
+    state = made.init(jax.random.key(0))
+    ids, p = np.arange(toy.N), TASK.sizes / TASK.sizes.sum()
+    cohort = toy.cohort(TASK, ids)
+    new, _ = toy.one_round(made, jax.random.key(1), state, cohort)
+    own = [server["delta"] for server in alone(made, state)]
+    mean = jax.tree.map(
+        lambda *x: sum(w * np.asarray(y) for w, y in zip(p, x, strict=True)), *own
+    )
+    close(new.server["delta"], mean, 1e-6)
+    # clients of lower rank send products of that rank
+    found = np.array([np.linalg.matrix_rank(leaves(x)[0], tol=1e-5) for x in own])
+    ranks = np.asarray(state.clients["rank"])
+    assert (found <= ranks).all() and found.max() > 1
+    assert rank_min or (ranks == RANK).all()
+
+
+def test_stacked_matrices_have_the_mean_of_the_products():
+    """The product of the means of A and B differs from it."""
+    rng, p = np.random.default_rng(0), jnp.array([0.5, 0.0, 0.2, 0.3])
+    a, b = rng.normal(size=(4, 2, 5, 3)), rng.normal(size=(4, 3, 7))
+    a[1] = np.nan
+    bodies = {"one": {A: {"kernel": jnp.float32(a)}, B: jnp.float32(b)}}
+    found = low_rank.products(low_rank.stacked(bodies, p))["one"]["kernel"]
+    each, p = (
+        np.einsum("k...ir,kro->k...io", a, b)[[0, 2, 3]],
+        np.array([0.5, 0.2, 0.3]),
+    )
+    mean = np.tensordot(p, each, 1)
+    np.testing.assert_allclose(found, mean, rtol=1e-6, atol=1e-6)
+    a, b = (np.tensordot(p, x[[0, 2, 3]], 1) for x in (a, b))
+    assert np.linalg.norm(a @ b - mean) > 0.1 * np.linalg.norm(mean)
+
+
+def test_flora_predicts_with_the_products_in_the_base():
+    """So do the merged weights, and a warm start counts its adapters once."""
+    made, key = flora(TASK), jax.random.key(0)
+    warm = TASK.model.init(key)
+    warm = warm | {"body": jax.tree.map(lambda x: x + 0.1, warm["body"])}
+    model = TASK.model._replace(init=lambda key: warm)
+    server = flora(TASK._replace(models=(model,))).init(key).server
+    x = jax.random.normal(key, (7, *toy.SHAPE))
+    wanted = model.apply(warm, x)[0]
+    here = shifted(TASK.model, server["delta"])
+    w = {"body": server["adapter"], "head": server["head"], "stats": {}}
+    close(here.apply(w, x)[0], wanted)
+    close(models.merged(here, w), models.merged(model, warm))
+    # without `delta` the base predicts otherwise
+    assert not np.allclose(TASK.model.apply(w, x)[0], wanted, atol=1e-3)
+    assert not leaves(made.init(key).server["delta"])[0].any()
+
+
+def test_flora_counts_the_columns_that_a_client_missed():
+    made = flora(TASK, rank_min=1)
+    state = made.init(jax.random.key(0))
+    state.server["columns"] = jnp.int32(7)
+    state.clients["columns"] = jnp.array([7, 6, 5, 4, 0], jnp.int32)
+    found = made.traffic(state, toy.cohort(TASK, np.arange(toy.N)), Metrics())
+    head = sum(x.size for x in leaves(state.server["head"]))
+    # of 6 + 8 scalars, at most the 6 x 8 of their sum
+    np.testing.assert_array_equal(found.down, head + np.array([0, 14, 28, 42, 48]))
+    ranks = np.asarray(state.clients["rank"])
+    np.testing.assert_array_equal(found.up, head + 14 * ranks)
+
+
+def test_flora_needs_lora():
+    with pytest.raises(InputError, match="flora needs a model whose body is LoRA"):
+        flora(toy.task())
 
 
 def test_fedsa_lora_needs_lora():

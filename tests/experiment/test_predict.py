@@ -68,7 +68,12 @@ def test_a_run_predicts_from_its_files_alone(settings, tmp_path):
 @pytest.mark.parametrize("algo", sorted(ALGORITHMS))
 def test_every_method_predicts_from_its_files_alone(algo, tmp_path):
     lora = {"adapt": "lora:2:dense", "model": "mlp"}
-    settings = {"fedmd": {"public": "digits:20"}, "hetlora": lora, "fedsa_lora": lora}
+    settings = {
+        "fedmd": {"public": "digits:20"},
+        "hetlora": lora,
+        "fedsa_lora": lora,
+        "flora": lora,
+    }
     try:
         e = untrained(tmp_path, algo=algo, **settings.get(algo, {}))
     except ValueError:
