@@ -919,7 +919,9 @@ def _flora(checkout: Path) -> dict[str, Any]:
         ]
         kept: list[Any] = []
         known = names(os=os, normalize=F.normalize, ZeroPad2d=nn.ZeroPad2d)
-        load = lambda path, clients=clients, **_: clients[int(path.split("_")[-1][0])]
+        load = lambda path, clients=clients, **_: clients[
+            int(Path(path).parent.name.split("_")[-1])
+        ]
         stand_in = {"load": load, "save": lambda x, _, kept=kept: kept.append(x)}
         known["torch"] = types.SimpleNamespace(**(vars(torch) | stand_in))
         merge = cut(file, "FedAvg", known)

@@ -15,6 +15,7 @@ from chex import Numeric
 
 from fedjax_pfl import architectures, evaluation, keys, local_training, trees
 from fedjax_pfl.errors import InputError, choose
+from fedjax_pfl.models import low_rank
 from fedjax_pfl.types import (
     Array,
     Client,
@@ -243,6 +244,9 @@ def partial_averaging(
       untuned: `pre` also scores the model before fine-tuning, as `untuned_*`.
     """
     sgd = local_training.bind(task)
+    watched = evaluation.LORA_ERROR in task.metrics and "body" not in fixed
+    watched = watched and len(task.models) == 1
+    watched = watched and low_rank.shared(split.personal[0]["body"])
 
     def moving(shared):
         return {name: part for name, part in shared.items() if name not in fixed}
@@ -264,7 +268,12 @@ def partial_averaging(
             variables, value = train(c, variables, phase, extra)
         shared, own = split.send(variables, c.architecture)
         predict = predictor(c.model, variables)
-        return Update(moving(shared), Own(own), predict, value)
+        sent = variables["body"] if watched else ()
+        return Update(moving(shared), Own(own), predict, value, sent=sent)
+
+    def observe(sent, cohort):
+        error = low_rank.averaging_error(sent, cohort.sizes, cohort)
+        return {evaluation.LORA_ERROR: error}
 
     def predict(server, own, c):
         variables = received = split.receive(server, own)
@@ -285,6 +294,7 @@ def partial_averaging(
         predict,
         default=moving,
         update=lambda key, server, mean, mass: server | mean,
+        observe=observe if watched else None,
         averages=averages,
     )
     if untuned:

@@ -20,6 +20,8 @@ BATCH = 256  # test examples predicted at once
 PERPLEXITY = "perplexity"
 # scores of generated answers, computed after the last round by `experiment.answers`
 GENERATED = ("exact_match", "rouge_l")
+# of a round, by the server: the error of averaging A and B of LoRA by themselves
+LORA_ERROR = "lora_error"
 Score = Callable[[Any, Array, Array, Client], Scores]
 # (probabilities [M, C], labels [M] or [M, C] bool, mask [M]) -> []
 Metric = Callable[[Array, Array, Array], Array]
@@ -173,7 +175,7 @@ def client(
     NaN without examples.
 
     Args:
-      metrics: further scores, names in METRICS or PERPLEXITY.
+      metrics: further scores, names in FURTHER.
     """
     classes = len(c.class_counts)
 
@@ -189,7 +191,7 @@ def client(
     found = {name: ratio(*pair) for name, pair in sums.items()}
     if PERPLEXITY in metrics:
         found[PERPLEXITY] = jnp.exp(found[PERPLEXITY])
-    names = tuple(name for name in metrics if name != PERPLEXITY)
+    names = tuple(name for name in metrics if name in METRICS)
     if names:
         found |= whole(c.test, predictor, classes, names)
     return found
@@ -349,6 +351,7 @@ METRICS: dict[str, Metric] = {
     "ece": ece,
     "f1": macro_f1,
 }
+FURTHER = (*METRICS, PERPLEXITY, LORA_ERROR)  # names that `Task.metrics` may have
 
 
 def _ranks(p: Array, among: Array) -> tuple[Array, Array]:

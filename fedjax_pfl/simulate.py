@@ -101,7 +101,7 @@ def task(
       epochs: local epochs per round; default: 1, without `steps`.
       steps: local steps per round, in place of epochs.
       optimizer: lr -> optax.GradientTransformation.
-      metrics: further scores of logits, names in `evaluation.METRICS` or `perplexity`,
+      metrics: further scores of logits, or `lora_error`, names in `evaluation.FURTHER`,
         or one name. `acc` is always among the scores of classes.
 
     The other arguments are the fields of `Task`.

@@ -224,7 +224,7 @@ class Task(NamedTuple):
     sampling: Callable[[Array, Array, "History"], Array] | None = None
     # (client id, round) -> Work; None: all clients have the task's local work
     work: Callable[[Array, Array], "Work"] | None = None
-    # further scores of logits, names in `evaluation.METRICS`, or perplexity
+    # further scores of logits, or lora_error: names in `evaluation.FURTHER`
     metrics: tuple[str, ...] = ()
     # (key, gradients [B, ...], mask [B]) -> gradient of a step of `local_training.sgd`;
     # None: that of the mean loss
@@ -369,7 +369,7 @@ class Update(NamedTuple):
     predict: Predictor  # the model that the client would use now, scored as `post`
     loss: Array  # [] mean training loss
     metrics: dict[str, Array] = {}  # noqa: RUF012  # {name: []}; immutable by convention
-    sent: PyTree = ()  # what `Method.finish` reads of the client, too
+    sent: PyTree = ()  # what `Method.finish` and `observe` read of the client, too
 
 
 class Cohort(Protocol):
@@ -514,6 +514,9 @@ class Method(NamedTuple):
     # (key, State.server, the mean, sent [S, ...], rows before and after, cohort) ->
     # State, Metrics(clients=..., server=...), in place of `update`
     finish: Callable[..., tuple[State, Metrics]] | None = None
+    # (sent [S, ...], cohort) -> {name: metric} that the simulator reports, and on which
+    # no state depends
+    observe: Callable[[PyTree, Cohort], dict[str, Array]] | None = None
     # keys of State.server, means of parameters that a server optimizer may move
     averages: tuple[str, ...] = ()
     # of the predictors of an Update, right after local training; None: `score`

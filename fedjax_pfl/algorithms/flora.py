@@ -22,6 +22,7 @@ from fedjax_pfl import (
     trees,
 )
 from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.evaluation import LORA_ERROR
 from fedjax_pfl.models import low_rank
 from fedjax_pfl.models.adapted import shifted
 from fedjax_pfl.types import Algorithm, Metrics, Model, Predictor, PyTree, State, Task
@@ -102,7 +103,9 @@ def flora(task: Task, *, rank_min: Annotated[int, Ge(1)] | None = None) -> Algor
         columns = server["columns"] + columns
         rows = {"rank": ranks, "columns": jnp.full_like(ranks, server["columns"])}
         server = server | {"head": head, "delta": delta, "columns": columns}
-        return State(server, rows), Metrics(value, post)
+        # The mean is exact.
+        shown = dict.fromkeys({LORA_ERROR} & {*task.metrics}, jnp.float32(0))
+        return State(server, rows), Metrics(value, post, server=shown)
 
     def predict(server, row, c):
         w = {"body": server["adapter"], "head": server["head"], "stats": {}}

@@ -13,6 +13,7 @@ from annotated_types import Ge, Interval
 
 from fedjax_pfl import averaging, local_training, losses, traffic, trees
 from fedjax_pfl.algorithms.registry import register
+from fedjax_pfl.evaluation import LORA_ERROR
 from fedjax_pfl.models import low_rank
 from fedjax_pfl.models.low_rank import masked
 from fedjax_pfl.types import Array, Method, PyTree, State, Task, Update
@@ -51,7 +52,7 @@ def hetlora(
     """
     rank = low_rank.rank(task.model, "hetlora")
     split, plain = averaging.split(task), losses.classification(task.model, task)
-    at = jnp.arange(rank)
+    at, watched = jnp.arange(rank), LORA_ERROR in task.metrics
 
     def init(key):
         state = split.init(key, lambda w: {})
@@ -90,14 +91,20 @@ def hetlora(
         scaled = jax.tree.map(lambda x: norm.astype(x.dtype) * x, upload["body"])
         upload = upload | {"body": scaled, "norm": norm}
         predict = averaging.predictor(c.model, w)
-        row = {"own": own, "rank": new}
-        return Update(upload, row, predict, value, {"rank": new.astype(jnp.float32)})
+        row, seen = {"own": own, "rank": new}, {"rank": new.astype(jnp.float32)}
+        sent = (w["body"], norm) if watched else ()
+        return Update(upload, row, predict, value, seen, sent)
 
     def weight(cohort):
         trained = cohort.trained.astype(jnp.float32)
         ours = trained if by_norm else cohort.sizes
         weights = dict.fromkeys(split.personal[0], cohort.sizes)
         return weights | {"body": ours, "norm": ours}
+
+    def observe(sent, cohort):
+        body, norm = sent
+        mass = weight(cohort)["body"] * norm
+        return {LORA_ERROR: low_rank.averaging_error(body, mass, cohort)}
 
     def default(server):
         return server | {"norm": jnp.float32(1)}
@@ -133,6 +140,7 @@ def hetlora(
         default=default,
         update=update,
         traffic=count,
+        observe=observe if watched else None,
         averages=averaging.BODY_AND_HEAD,
     )
 

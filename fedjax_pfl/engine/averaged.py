@@ -222,6 +222,8 @@ def conclude(
         after, more = method.finish(
             key, server, mean, found.sent, state.method.clients, found.row, cohort
         )
+    if method.observe is not None:
+        shown = shown | method.observe(found.sent, cohort)
     optimizer = state.optimizer
     if run.server is not None:
         moved, optimizer = _stepped(run, server, after.server, optimizer)

@@ -20,6 +20,7 @@ from fedjax_pfl.engine.placement import (
     slices,
 )
 from fedjax_pfl.engine.sampling import first, reads_record, recorded, sample, shares
+from fedjax_pfl.errors import ContractError
 from fedjax_pfl.types import (
     Array,
     Client,
@@ -206,6 +207,11 @@ def parts(
             found = time.round(stream, method, of_round, here, present)
             new, metrics, seen = trees.single(found)
             contract.check_round(here, new, metrics, len(ids), method.headline[0])
+            if evaluation.LORA_ERROR in {*task.metrics} - {*metrics.server}:
+                raise ContractError(
+                    "the metric lora_error needs trained A and B of LoRA that the "
+                    "method averages."
+                )
             sent = method.traffic(here, present, metrics)
         if "history" in here.record:
             past = recorded(here.record["history"], ids, active, t, metrics.loss)

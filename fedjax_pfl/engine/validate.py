@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms.find import find
 from fedjax_pfl.data.datasets import Dataset, prepared
 from fedjax_pfl.engine import contract, frozen
 from fedjax_pfl.errors import InputError, check, choose, first_line, in_one_line
-from fedjax_pfl.evaluation import METRICS, PERPLEXITY
+from fedjax_pfl.evaluation import FURTHER, PERPLEXITY
 from fedjax_pfl.models.nnx_model import BN_STATS
 from fedjax_pfl.types import Algorithm, Federation, Method, Model, Task
 
@@ -66,7 +66,7 @@ def task(given: Task) -> Task:
     optimizer(given.optimizer)
     _functions(given)
     for name in given.metrics:
-        choose("metric", name, (*METRICS, PERPLEXITY))
+        choose("metric", name, FURTHER)
     if PERPLEXITY in given.metrics and np.dtype(given.label.dtype).kind not in "iu":
         raise InputError("The metric perplexity needs labels that are classes.")
     return given

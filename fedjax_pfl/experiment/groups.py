@@ -17,7 +17,7 @@ from fedjax_pfl.data import shifts
 from fedjax_pfl.data.loading import DATASETS, PREFIXES
 from fedjax_pfl.data.partitioners import PARTITIONS, rules_of
 from fedjax_pfl.errors import InputError, check, choose
-from fedjax_pfl.evaluation import GENERATED, METRICS, PERPLEXITY
+from fedjax_pfl.evaluation import FURTHER, GENERATED
 from fedjax_pfl.experiment import task_options as options, text
 from fedjax_pfl.models.adapted import ADAPTATIONS
 from fedjax_pfl.options import Options
@@ -483,7 +483,7 @@ class Evaluation(Group):
 
     metrics: str | None = setting(
         None,
-        f"scores: acc, and further ones of {', '.join((*METRICS, PERPLEXITY))}, as "
+        f"scores: acc, and further ones of {', '.join(FURTHER)}, as "
         "acc,auc (default: acc); of conversations also "
         f"{', '.join(GENERATED)}, after the last round",
     )
@@ -511,7 +511,7 @@ class Evaluation(Group):
         if self.watch is not None and not self.watch.startswith("val/"):
             raise InputError(f"--watch={self.watch} must be val/SCORE, as val/auc.")
         for name in self.scores:
-            choose("metric", name, ("acc", *METRICS, PERPLEXITY, *GENERATED))
+            choose("metric", name, ("acc", *FURTHER, *GENERATED))
         if self.generated and self.patience:
             raise InputError(f"--metrics={self.generated[0]} excludes --patience.")
         if (self.watch or "").removeprefix("val/") in GENERATED:

@@ -516,6 +516,7 @@ def comparison(
             found[ABOVE] = metrics.text("acc", float(np.mean(gains))) if gains else ""
             found["settings"] = own[str(run.path)]
             found |= _published(seeds, label, run) | _totals(of, run, cost)
+            found |= _lora_error([known[path] for path in of["run"].unique()])
         cells[label] = found
         scored = of[of["score"] == name]
         before = scored[scored["point"] == "pre"]
@@ -606,6 +607,13 @@ def _totals(rows: pd.DataFrame, run: Run, cost: bool) -> dict[str, str]:
         total = means["examples"] * later + means["first_examples"] * (first - later)
         cells["TFLOP"] = number(total / 1e12)
     return cells
+
+
+def _lora_error(runs: Iterable[Run]) -> dict[str, str]:
+    """Returns the mean over rounds and runs of `low_rank.averaging_error`."""
+    name = evaluation.LORA_ERROR
+    found = [run.metrics[name].mean() for run in runs if name in run.metrics]
+    return {"LoRA averaging error": number(float(np.mean(found)))} if found else {}
 
 
 def flops(run: Run) -> tuple[float, float]:

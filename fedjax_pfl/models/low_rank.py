@@ -6,12 +6,13 @@ product A B, times the scale of the adaptation, to its kernel.
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import traverse_util
 
 from fedjax_pfl import aggregate, keys, trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.adapted import A, B, Path
-from fedjax_pfl.types import Array, Model, PyTree
+from fedjax_pfl.types import Array, Cohort, Model, PyTree
 
 
 class Start(keys.Stream):
@@ -80,6 +81,13 @@ def product(a: Array, b: Array) -> Array:
     return jnp.tensordot(a, b, axes=1, **exact)
 
 
+def shared(personal: PyTree) -> bool:
+    """Returns whether a body has A and B, and none of its leaves is personal."""
+    flat = traverse_util.flatten_dict(personal)
+    has = [any(name in path for path in flat) for name in (A, B)]
+    return all(has) and not any(flat.values())
+
+
 def products(body: PyTree) -> PyTree:
     """Computes A B of every layer, as a tree with the names of kernels."""
     pairs = factors(body).items()
@@ -108,3 +116,22 @@ def stacked(bodies: PyTree, shares: Array) -> PyTree:
         else:
             flat[path] = flat[path].reshape(-1, x.shape[-1])
     return traverse_util.unflatten_dict(flat)
+
+
+def averaging_error(bodies: PyTree, weight: Array, cohort: Cohort) -> Array:
+    """Computes ||M - mean(A) mean(B)|| / ||M||, M = mean(A B), in the Frobenius norm
+    over all layers, []; 0 where M is 0.
+
+    Args:
+      bodies: A [S, ..., I, r] and B [S, r, O] of every layer.
+      weight: of the mean, [S].
+    """
+    order = jnp.argsort(cohort.ids)
+    shares = aggregate.shares(weight, cohort.active)[order]
+    bodies = trees.gather(cohort.replicated(bodies), order)
+    weighed = jax.vmap(aggregate.weigh)(shares, bodies)
+    mean = jax.tree.map(lambda x: jnp.sum(x, axis=0), weighed)
+    exact = products(stacked(bodies, shares))
+    norm = optax.tree.norm(exact)
+    error = optax.tree.norm(optax.tree.sub(exact, products(mean)))
+    return jnp.where(norm > 0, error / jnp.where(norm > 0, norm, 1), 0)

@@ -8,8 +8,8 @@ import pytest
 import toy
 from flax import traverse_util
 
-from fedjax_pfl import averaging, models
-from fedjax_pfl.algorithms import fedsa_lora, flora, hetlora, pfedlora
+from fedjax_pfl import averaging, models, simulate
+from fedjax_pfl.algorithms import ALGORITHMS, fedsa_lora, flora, hetlora, pfedlora
 from fedjax_pfl.algorithms.hetlora import _layers
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models import low_rank
@@ -151,6 +151,40 @@ def test_stacked_matrices_have_the_mean_of_the_products():
     np.testing.assert_allclose(found, mean, rtol=1e-6, atol=1e-6)
     a, b = (np.tensordot(p, x[[0, 2, 3]], 1) for x in (a, b))
     assert np.linalg.norm(a @ b - mean) > 0.1 * np.linalg.norm(mean)
+
+
+@pytest.mark.parametrize("method", ["fedavg", toy.slow("hetlora")])
+def test_the_error_of_averaging_a_and_b_is_a_metric(method):
+    """It is that of the clients' own results."""
+    task = TASK._replace(metrics=("lora_error",))
+    given = {"gamma": 1.0} if method == "hetlora" else {}
+    made = ALGORITHMS[method](task, **given)
+    state, ids = made.init(jax.random.key(0)), np.arange(toy.N)
+    cohort = toy.cohort(task, ids)
+    _, metrics = toy.one_round(made, jax.random.key(1), state, cohort)
+    own = [_layers(server["body"])[0] for server in alone(made, state)]
+    (a, b), p = zip(*own, strict=True), TASK.sizes
+    if method == "hetlora":
+        p = np.linalg.norm([x @ y for x, y in zip(a, b, strict=True)], axis=(1, 2))
+    a, b, p = np.stack(a), np.stack(b), p / p.sum()
+    exact = np.einsum("k,kir,kro->io", p, a, b)
+    error = exact - np.tensordot(p, a, 1) @ np.tensordot(p, b, 1)
+    wanted = np.linalg.norm(error) / np.linalg.norm(exact)
+    assert wanted > 0.01
+    np.testing.assert_allclose(metrics.server["lora_error"], wanted, rtol=1e-3)
+
+
+def test_the_error_is_refused_where_nobody_averages_both():
+    task = TASK._replace(metrics=("lora_error",))
+    with pytest.raises(InputError, match="fedsa_lora: the metric lora_error needs"):
+        simulate.program("fedsa_lora", task)
+    found = toy.one_round(
+        flora(task),
+        jax.random.key(1),
+        flora(task).init(jax.random.key(0)),
+        toy.cohort(task, np.arange(toy.N)),
+    )[1].server
+    assert float(found["lora_error"]) == 0
 
 
 def test_flora_predicts_with_the_products_in_the_base():
