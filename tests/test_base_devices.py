@@ -78,7 +78,7 @@ def states(method, groups, base, **options):
 CASES = [("fedavg", (2, 2))]  # others are slow
 CASES += [
     toy.slow(method, mesh)
-    for method in ("fedavg", "ditto", "fedsa_lora")
+    for method in ("fedavg", "ditto", "fedsa_lora", "flora")
     for mesh in MESHES[1:]
     if (method, mesh) not in CASES
 ]
