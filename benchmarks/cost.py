@@ -43,7 +43,7 @@ PUBLIC = 300
 # what a method needs besides a network and data -> methods
 NEEDS = {
     "public": ("fedmd", "feddf", "mnfl_het", "pfeddf", "sim_pfd", "topk_pfd"),
-    "adapters": ("fedsa_lora", "hetlora"),
+    "adapters": ("fedsa_lora", "hetlora", "flora"),
     "linear": ("mocha",),
 }
 HPARAMS = {"fedl2g": {"warmup": 0}}  # clients train in the measured rounds

@@ -59,6 +59,7 @@ ABSENT = {
     "feddva": "models the images, and is scored by their ELBO",
     "hetlora": "needs a frozen base; these settings train all weights",
     "fedsa_lora": "needs a frozen base; these settings train all weights",
+    "flora": "needs a frozen base; these settings train all weights",
 }
 # values that change no score, which all runs have
 PLAIN: dict[str, dict[str, Any]] = {"privacy_pfedc": {"backend": "plain"}}

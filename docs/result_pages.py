@@ -92,13 +92,16 @@ def _leaderboard() -> str:
             _markdown(_overview(complete, found)),
             "![Mean ranks](../images/leaderboard-ranks.png)",
         ]
-    for setting, rows in complete.items():
+    for setting in leaderboard.SETTINGS:
+        rows, every = board.get(setting, {}), len(leaderboard.ALGORITHMS)
+        if 2 * len(rows) < every:
+            continue
         preset = leaderboard.SETTINGS[setting]
         command = f"python -m benchmarks.leaderboard --setting={setting}"
         absent = {name: x["reason"] for name, x in rows.items() if "reason" in x}
         parts += [
             f"## {setting}",
-            f"{PRESETS[preset].description}.",
+            f"{PRESETS[preset].description}; {len(rows)} of {every} methods.",
             _markdown(pd.DataFrame(_rows(rows))),
             f"```bash\n{command}\n```",
             "\n".join(f"* `{name}`: {why}" for name, why in absent.items()),
