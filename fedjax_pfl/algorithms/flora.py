@@ -44,7 +44,7 @@ def flora(task: Task, *, rank_min: Annotated[int, Ge(1)] | None = None) -> Algor
     by examples.
 
     Args:
-      rank_min: least rank, 1 or more; r_k is drawn from rank_min to the rank r of the
+      rank_min: least rank, [1, inf); r_k is drawn from rank_min to the rank r of the
         model, both included, as in `hetlora`. None: every r_k is r, the default of the
         authors' code.
 
