@@ -3,7 +3,7 @@ training takes."""
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ from chex import Numeric
 from jax import lax
 
 from fedjax_pfl.errors import check
-from fedjax_pfl.types import Array, Batch, Model, PyTree, Task
+from fedjax_pfl.types import Array, Batch, Hidden, Model, PyTree, Task
 
 # (logits [B, C], labels [B] or [B, C], mask [B]) -> []
 Loss = Callable[[Array, Array, Array], Array]
 
 # of the four Gaussian kernels of `mmd`, as in FedCP's code
 VARIANCES = (10.0, 15.0, 20.0, 50.0)
+# logits of a batch, beyond which they are computed in pieces of at most as many
+PIECE = 2**23
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
@@ -151,14 +153,44 @@ def classification(
     """The loss of ordinary training, as `local_training.sgd` takes it: the task's loss
     of the model's logits; None: cross entropy."""
     value = cross_entropy if task is None else of(task)
+    classes = 0 if task is None or value is not cross_entropy else task.num_classes
 
     def loss(variables: PyTree, batch: Batch, key: Array) -> tuple[Array, PyTree]:
+        pieces = -(-len(batch.y) * classes // PIECE)
+        if pieces > 1 and batch.y.ndim == 1:
+            return _in_pieces(model, variables, batch, key, pieces)
         logits, stats = model.apply(
             variables, batch.x, mask=batch.mask, train=True, key=key
         )
         return value(logits, batch.y, batch.mask), stats
 
     return loss
+
+
+def _in_pieces(
+    model: Model, variables: PyTree, batch: Batch, key: Array, pieces: int
+) -> tuple[Array, PyTree]:
+    """The cross entropy of a model's logits, and its new running statistics.
+
+    The derivative computes the logits [n, C] of each piece of the rows again, so that
+    those of all rows [B, C] are never in memory.
+    """
+    x: Any = Hidden(batch.x) if model.unembeds else batch.x
+    h, stats = model.features(variables, x, mask=batch.mask, train=True, key=key)
+
+    def piece(given: tuple[Array, Array]) -> Array:
+        h, y = given
+        if model.unembeds:
+            h, _ = model.features(variables, Hidden(h=h), train=True)
+        return cross_entropy_of_rows(model.head(variables["head"], h), y)
+
+    def divided(a: Array) -> Array:
+        rest = [(0, -len(a) % pieces), *[(0, 0)] * (a.ndim - 1)]
+        return jnp.pad(a, rest).reshape(pieces, -1, *a.shape[1:])
+
+    step = jax.checkpoint(piece, prevent_cse=False)
+    each = lax.map(step, (divided(h), divided(batch.y)))
+    return masked_mean(each.reshape(-1)[: len(batch.y)], batch.mask), stats
 
 
 def mmd(h: Array, u: Array, mask: Array) -> Array:

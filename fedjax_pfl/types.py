@@ -141,6 +141,14 @@ class Frozen(NamedTuple):
     scale: float = 1.0  # factor of LoRA's products
 
 
+class Hidden(NamedTuple):
+    """Input x of a `Model` that computes the features before the logits, or the logits
+    of these; one of the two is None."""
+
+    x: Array | None = None  # [B, L] tokens -> [B L, K]
+    h: Array | None = None  # [n, K] of any positions -> logits [n, C]
+
+
 class Model(NamedTuple):
     """A classifier: pure functions over {"body": params, "head": params, "stats":
     statistics}."""
@@ -161,6 +169,7 @@ class Model(NamedTuple):
     # (texts B, most tokens of one) -> an empty cache of `models.text.Step`, which
     # `features` then takes as x; None: the model has no such cache
     cache: Callable[[int, int], PyTree] | None = None
+    unembeds: bool = False  # the features are logits, and `features` takes `Hidden`
 
 
 class Client(NamedTuple):

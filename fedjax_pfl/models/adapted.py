@@ -249,6 +249,7 @@ def adapted(
         whole.num_features,
         frozen,
         None if prompted else run.cache,
+        run.unembeds,
     )
 
 

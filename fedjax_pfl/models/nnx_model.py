@@ -190,7 +190,8 @@ def model(
             "a batch of 2."
         )
     body = template.body
-    continues = isinstance(body, Tokens) and body.cache(1, 1) is not None
+    of_tokens = isinstance(body, Tokens)
+    continues = of_tokens and body.cache(1, 1) is not None
     return Model(
         _drawn_once(init),
         extract,
@@ -199,6 +200,7 @@ def model(
         _parts(template, _marked),
         h.shape[-1],
         cache=body.cache if continues else None,
+        unembeds=of_tokens and body.pool == "logits",
     )
 
 

@@ -24,7 +24,7 @@ from fedjax_pfl.models.transformer import (
     norm,
     within,
 )
-from fedjax_pfl.types import Array, PyTree
+from fedjax_pfl.types import Array, Hidden, PyTree
 
 
 def mean_of_tokens(h: Array, x: Array) -> Array:
@@ -231,11 +231,27 @@ class Tokens(nnx.Module):
         return h
 
     def __call__(
-        self, x: Array | Step, train: bool = False, rngs: nnx.Rngs | None = None
+        self,
+        x: Array | Step | Hidden,
+        train: bool = False,
+        rngs: nnx.Rngs | None = None,
     ) -> Any:
         """Returns features; of a `Step` also the new cache."""
         if isinstance(x, Step):
             return self._continued(x)
+        if isinstance(x, Hidden):
+            if x.x is None:
+                return self._logits(x.h)
+            return self._hidden(x.x, train, rngs)[0]
+        h = self._pooled(*self._hidden(x, train, rngs))
+        if hasattr(self, "pooler"):
+            h = ACTIVATIONS[self.activation](self.pooler(h))
+        return h
+
+    def _hidden(
+        self, x: Array, train: bool, rngs: nnx.Rngs | None
+    ) -> tuple[Array, Array]:
+        """Returns the features [B, L, K] before the pooling, and the plain tokens."""
         still = not train or rngs is None
         length, at = x.shape[1], None
         if self.packed:
@@ -260,10 +276,7 @@ class Tokens(nnx.Module):
                 h = block(h, near, train, rngs, at)
         if hasattr(self, "norm"):
             h = self.norm(h)
-        h = self._pooled(h, x)
-        if hasattr(self, "pooler"):
-            h = ACTIVATIONS[self.activation](self.pooler(h))
-        return h
+        return h, x
 
     def _pooled(self, h: Array, x: Array) -> Array:
         if self.pool == "mean":
@@ -274,10 +287,13 @@ class Tokens(nnx.Module):
             at = jnp.max(jnp.where(x != 0, jnp.arange(x.shape[1])[None], 0), axis=1)
             return jnp.take_along_axis(h, at[:, None, None], axis=1)[:, 0]
         if self.pool == "logits":
-            own = hasattr(self, "unembed")
-            logits = self.unembed(h) if own else self.embedding.attend(h)
-            return capped(logits[..., : self.outputs], self.cap)
+            return self._logits(h)
         return h
+
+    def _logits(self, h: Array) -> Array:
+        own = hasattr(self, "unembed")
+        logits = self.unembed(h) if own else self.embedding.attend(h)
+        return capped(logits[..., : self.outputs], self.cap)
 
 
 def unpacked(x: Array) -> tuple[Array, Array]:

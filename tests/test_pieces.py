@@ -1,0 +1,75 @@
+"""Cross entropy of texts in pieces, against that of whole logits."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_decoding import GIVEN, KINDS, LENGTH, TOKENS, drawn, network
+
+from fedjax_pfl import losses, models
+from fedjax_pfl.types import Batch
+
+ROWS = 4
+
+
+def task(classes):
+    """What the loss reads of a task."""
+    label = jax.ShapeDtypeStruct((LENGTH,), np.int32)
+    return types.SimpleNamespace(loss=None, label=label, num_classes=classes)
+
+
+def batch(clients=None):
+    draw = np.random.default_rng(3)
+    shape = () if clients is None else (clients,)
+    x = draw.integers(1, TOKENS, (*shape, ROWS, LENGTH))
+    y = draw.integers(0, TOKENS, (*shape, ROWS * LENGTH))
+    mask = draw.random(y.shape) < 0.7
+    return Batch(*map(jnp.asarray, (x, y, mask, draw.integers(0, 9, x.shape[:-1]))))
+
+
+def found(model, w, given, clients=False):
+    """Loss and gradients of one client, or of several with variables of their own."""
+    loss = losses.classification(model, task(TOKENS))
+
+    def of(w, given):
+        return jax.value_and_grad(lambda w: loss(w, given, jax.random.key(5))[0])(w)
+
+    return jax.jit(jax.vmap(of) if clients else of)(w, given)
+
+
+def check(model, w, given, monkeypatch, clients=False):
+    """Compares whole logits with pieces of 2 rows, the last of which is short."""
+    whole = found(model, w, given, clients)
+    monkeypatch.setattr(losses, "PIECE", 13 * TOKENS)
+    pieces = found(model, w, given, clients)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        whole,
+        pieces,
+    )
+    assert float(jnp.min(whole[0])) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_whole_logits(kind, monkeypatch):
+    model = models.model(network(kind), (LENGTH,), TOKENS, **GIVEN)
+    check(model, drawn(model, 2.0), batch(), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "gemma2", "llama"])
+def test_adapters_of_several_clients(kind, monkeypatch):
+    """The output layer of Llama has an adapter, too; Gemma's is frozen."""
+    how = models.lora(2, where="dense")
+    options = {"blocks": "rematerialised", **GIVEN}
+    model = models.adapted(network(kind), how, (LENGTH,), TOKENS, **options)
+    keys = jax.random.split(jax.random.key(1), 3)
+    w = jax.tree.map(lambda x: x + 0.1, jax.vmap(model.init)(keys))
+    check(model, w, batch(3), monkeypatch, clients=True)
+
+
+def test_no_more_than_a_piece_of_the_logits_is_in_memory(monkeypatch):
+    """Of 24 pieces the temporary memory is less than a quarter of the logits."""
+    model = models.model(network("llama"), (LENGTH,), TOKENS, **GIVEN)
+    logits = 4 * ROWS * LENGTH * TOKENS
