@@ -35,6 +35,15 @@ def batch_size(rows: float) -> int:
     return min(BATCH, 1 << max(0, math.ceil(math.log2(max(rows, 1)))))
 
 
+def width(data: Data, num_classes: int) -> int:
+    """Returns the examples of a client predicted at once: at most BATCH, and of labels
+    per position as many as have `losses.PIECE` logits."""
+    labels, most = data.examples.y, BATCH
+    if labels.ndim == 2 and jnp.issubdtype(labels.dtype, jnp.integer):
+        most = min(most, max(1, losses.PIECE // (labels.shape[1] * num_classes)))
+    return min(most, data.index.shape[0])
+
+
 def pass_size(sizes: np.ndarray) -> int:
     """Returns the batch size of a pass over training sets of these sizes [N] that
     computes little padding.
@@ -187,7 +196,7 @@ def client(
             found |= {PERPLEXITY: cross_entropy(z, batch.y, batch.mask)}
         return found
 
-    sums = local_training.sweep(c.test, batch_scores, min(BATCH, c.test.index.shape[0]))
+    sums = local_training.sweep(c.test, batch_scores, width(c.test, classes))
     found = {name: ratio(*pair) for name, pair in sums.items()}
     if PERPLEXITY in metrics:
         found[PERPLEXITY] = jnp.exp(found[PERPLEXITY])
@@ -207,8 +216,8 @@ def training_loss(c: Client, predictor: Predictor, task: Task) -> Array:
         mean = loss(predictor(batch.x, batch.mask), batch.y, batch.mask)
         return jnp.where(count > 0, mean, 0) * count, count
 
-    width = min(BATCH, max(1, c.train.index.shape[0]))
-    total, count = local_training.sweep(c.train, batch_loss, width)
+    size = max(1, width(c.train, task.num_classes))
+    total, count = local_training.sweep(c.train, batch_loss, size)
     return total / jnp.maximum(count, 1)
 
 
@@ -222,8 +231,7 @@ def whole(
       also `nan_rows`, the number of rows with a NaN logit, NaN if there are none. With
       `auc` or `ap` also `positives`, the rows of the rarest class that they average.
     """
-    size = min(BATCH, data.index.shape[0])
-    labels = data.examples.y
+    size, labels = width(data, num_classes), data.examples.y
     several = labels.dtype == bool
     positions = 1 if several or labels.ndim == 1 else labels.shape[1]
     length = (data.index.shape[0] + -data.index.shape[0] % size) * positions

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_decoding import GIVEN, KINDS, LENGTH, TOKENS, drawn, network
 
-from fedjax_pfl import losses, models
+from fedjax_pfl import averaging, evaluation, losses, models
 from fedjax_pfl.models import text
-from fedjax_pfl.types import Batch
+from fedjax_pfl.types import Batch, Data, Examples
 
 ROWS = 4
 
@@ -90,3 +90,27 @@ def test_the_logits_are_never_whole_in_memory(monkeypatch):
     monkeypatch.setattr(losses, "PIECE", len(given.y) * words // 8)
     logits = 4 * len(given.y) * words
     assert temporary() < 0.7 * logits < logits < whole
+
+
+def test_scores_take_batches_of_a_piece(monkeypatch):
+    """The perplexity of 5 texts does not depend on how many are predicted at once."""
+    model = models.model(network("llama"), (LENGTH,), TOKENS, **GIVEN)
+    w, draw, seen = drawn(model, 2.0), np.random.default_rng(1), []
+    x, y = (jnp.asarray(draw.integers(1, TOKENS, (5, LENGTH))) for _ in "xy")
+    own = Data(Examples(x, y), jnp.arange(5), jnp.int32(5), lambda x: x)
+    c = types.SimpleNamespace(class_counts=jnp.ones(TOKENS, jnp.int32), test=own)
+
+    def predict(x, mask):
+        seen.append(len(x))
+        return averaging.logits(model, w, x, mask)
+
+    def score():
+        return evaluation.client(c, predict, metrics=(evaluation.PERPLEXITY,))
+
+    whole = score()
+    monkeypatch.setattr(losses, "PIECE", 2 * LENGTH * TOKENS)
+    pieces = score()
+    assert {*seen} == {5, 2}
+    assert {*whole} == {"acc", "acc_present", "acc_majority", "perplexity"}
+    for name, value in whole.items():
+        np.testing.assert_allclose(value, pieces[name], rtol=1e-5)
