@@ -1,5 +1,6 @@
 """Continuation with a cache of keys and values, against the whole network per token."""
 
+import contextlib
 import types
 
 import jax
@@ -137,3 +138,42 @@ def test_draws_have_the_probabilities_of_the_temperature():
     found = fast(model, w, x, 1, temperature=0.5, seed=3)[:, 0]
     shares = np.bincount(found, minlength=TOKENS) / len(found)
     np.testing.assert_allclose(shares, p, atol=0.03)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_clients_together_have_the_tokens_of_each_alone(kind):
+    """With adapters, and prompts of different lengths and numbers; all stop at
+    different steps."""
+    given = network(kind), models.lora(2, where="dense"), (LENGTH,), TOKENS
+    base = models.model(given[0], (LENGTH,), TOKENS, **GIVEN)
+    model = models.adapted(*given, base=drawn(base), blocks="scanned", **GIVEN)
+    e = types.SimpleNamespace(
+        task=types.SimpleNamespace(input=np.zeros(LENGTH)),
+        tracing=contextlib.nullcontext,
+    )
+    w = [
+        jax.tree.map(lambda x, i=i: x + 0.02 * i, model.init(jax.random.key(i)))
+        for i in range(5)
+    ]
+    sizes = {0: (3, 5, 2), 1: (4,), 2: (), 3: (9, 8, 7, 2), 4: range(1, 10)}
+    texts = {i: prompts(*lengths) for i, lengths in sizes.items()}
+    how = Generation(LENGTH, stop=3, limited=True)
+    found = generation.decoder(e, model)(w.__getitem__, texts, how)
+    for i, x in texts.items():
+        alone = fast(model, w[i], x, LENGTH, stop=3) if len(x) else found[i]
+        np.testing.assert_array_equal(found[i], alone)
+    assert found[2].shape == (0, LENGTH)
+    assert len(np.unique(np.concatenate([*found.values()]))) > 4
+
+
+def test_texts_are_divided_into_calls_of_few_shapes():
+    sizes = {0: 3, 1: 1, 2: 70, 3: 4, 4: 4, 5: 0, 6: 2}
+    texts = {i: np.zeros((n, 1)) for i, n in sizes.items()}
+    seen = {i: np.zeros(n, int) for i, n in sizes.items()}
+    for most in (100, 1, 0):
+        for rows, parts in generation.calls(texts, most):
+            assert rows * len(parts) <= generation.ROWS and len(parts) <= max(1, most)
+            assert rows.bit_count() == len(parts).bit_count() == 1
+            for i, at in {(i, at.start): (i, at) for i, at in parts}.values():
+                seen[i][at] += 1
+    assert all((count == 3).all() for count in seen.values())

@@ -74,19 +74,20 @@ def scores(e: Experiment, state: RunState, t: int) -> dict[str, np.ndarray]:
     length, dataset = e.task.input.shape[0], e.config.data.dataset
     stop = _stop(str(known.tokenizer), known.words)
     how = generation.Generation(length, stop=stop, limited=True)
-    continues = generation.of_clients(e, state, t)
     found = {name: np.full(e.task.num_clients, np.nan, np.float32) for name in names}
+    prompts, answers = {}, {}
     for i, (rows, size) in enumerate(
         zip(e.partition.test, e.partition.test_sizes, strict=True)
     ):
         data = e.dataset
         pairs = [x for row in rows[:size] for x in asked(data.x[row], data.y[row])]
-        if not pairs:
-            continue
-        x = text.padded([prompt for prompt, _ in pairs], length)
-        new = generation.continued(_by_whole(e, state, t, i), x, how, continues(i))
-        answers = [answer for _, answer in pairs]
-        own, wanted = (generation.written(a, known, dataset) for a in (new, answers))
+        if pairs:
+            prompts[i] = text.padded([prompt for prompt, _ in pairs], length)
+            answers[i] = [answer for _, answer in pairs]
+    cached = generation.of_clients(e, state, t, prompts, how)
+    for i, x in prompts.items():
+        new = generation.continued(_by_whole(e, state, t, i), x, how, cached.get(i))
+        own, wanted = (generation.written(a, known, dataset) for a in (new, answers[i]))
         for name in names:
             each = map(SCORES[name], own, wanted)
             found[name][i] = np.mean(list(each))

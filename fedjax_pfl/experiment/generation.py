@@ -1,12 +1,13 @@
 """Texts that a client's model continues, token after token."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fedjax_pfl import trees
 from fedjax_pfl.data.preparation import Preparation
 from fedjax_pfl.data.sources import chat, text
 from fedjax_pfl.errors import InputError, check
@@ -15,7 +16,8 @@ from fedjax_pfl.experiment.types import NeedsDataError, Trained
 from fedjax_pfl.models import decoding
 from fedjax_pfl.types import Array, Model, PyTree, RunState
 
-ROWS = 32  # texts continued at once, a power of two
+ROWS = 32  # texts of all clients continued at once, a power of two
+MOST = 2**27  # trained variables of these clients together, unless it is one
 
 
 class Generation(NamedTuple):
@@ -38,8 +40,12 @@ class Generation(NamedTuple):
     limited: bool = False
 
 
-# (texts [n, L], how) -> the next tokens [n, T], of texts with room for them
-Cached = Callable[[np.ndarray, Generation], np.ndarray]
+# (client -> its variables, texts [n, L] of each client with room for new tokens, how)
+# -> the next tokens [n, T] of each
+Cached = Callable[
+    [Callable[[int], PyTree], Mapping[int, np.ndarray], Generation],
+    dict[int, np.ndarray],
+]
 
 
 def checked(e: Trained, given: Mapping[str, Any]) -> Generation | None:
@@ -65,7 +71,7 @@ def continued(
     probabilities: Callable[[np.ndarray, np.ndarray], np.ndarray],
     x: np.ndarray,
     how: Generation,
-    cached: Cached | None = None,
+    known: np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns the next tokens [n, T] of texts, `decoding.END` after the last one.
 
@@ -73,21 +79,26 @@ def continued(
       probabilities: texts [n, L] and their numbers of tokens [n] -> those of the token
         after the last one [n, V].
       x: [n, L] tokens, with 0 after the last one.
-      cached: continues the texts that have room for the new tokens.
+      known: [m, T] next tokens of those texts that `fit`, by a cache; None: there is
+        none.
     """
     room = x.shape[1] + 1 - text.lengths(x)
-    fits = (room >= how.tokens) | how.limited
+    fits = np.zeros(len(x), bool)
     found = np.full((len(x), how.tokens), decoding.END)
-    if cached is None:
-        fits[:] = False
-    elif fits.any():
-        found[fits] = cached(x[fits], how)
+    if known is not None:
+        fits = fit(x, how)
+        found[fits] = known
     if not fits.all():
         found[~fits] = _whole(probabilities, x[~fits], how)
     ended = (np.arange(how.tokens) >= room[:, None]) & how.limited
     if how.stop is not None:
         ended[:, 1:] |= np.cumsum(found == how.stop, axis=1)[:, :-1] > 0
     return np.where(ended, decoding.END, found)
+
+
+def fit(x: np.ndarray, how: Generation) -> np.ndarray:
+    """Returns the texts of x [n, L] that a cache can continue, [n] bool."""
+    return (x.shape[1] + 1 - text.lengths(x) >= how.tokens) | how.limited
 
 
 def _whole(
@@ -120,9 +131,9 @@ def _whole(
     return found
 
 
-def decoder(e: Trained, model: Model) -> Callable[[PyTree], Cached]:
-    """Returns (variables) -> continuation by a model with a cache, compiled once for
-    all variables; `ROWS` texts at once."""
+def decoder(e: Trained, model: Model) -> Cached:
+    """Returns the continuation of several clients' texts by a model with a cache,
+    `ROWS` texts in one call of a compiled function."""
 
     @functools.partial(jax.jit, static_argnames="how")
     def run(
@@ -132,57 +143,102 @@ def decoder(e: Trained, model: Model) -> Callable[[PyTree], Cached]:
         if model.frozen is not None:
             features, head, _ = model.frozen.functions(held)
             given = model._replace(features=features, head=head)
-        return decoding.continued(
-            given,
-            variables,
-            x,
-            length,
-            how.tokens,
-            stop=how.stop,
-            temperature=how.temperature,
-            seed=how.seed,
-        )
+        options = {"stop": how.stop, "temperature": how.temperature, "seed": how.seed}
+
+        def one(variables: PyTree, x: Array, length: Array) -> Array:
+            count = how.tokens
+            return decoding.continued(given, variables, x, length, count, **options)
+
+        return jax.vmap(one)(variables, x, length)
 
     held = None if model.frozen is None else model.frozen.values
+    size = trees.size(jax.eval_shape(model.init, jax.random.key(0)))
+    (length,) = e.task.input.shape
 
-    def cached(variables: PyTree, x: np.ndarray, how: Generation) -> np.ndarray:
-        parts = []
-        for first in range(0, len(x), ROWS):
-            part = x[first : first + ROWS]
-            size = 1 << (len(part) - 1).bit_length()
-            filled = np.pad(part, ((0, size - len(part)), (0, 0)), mode="edge")
+    def cached(
+        variables: Callable[[int], PyTree],
+        texts: Mapping[int, np.ndarray],
+        how: Generation,
+    ) -> dict[int, np.ndarray]:
+        found = {i: np.zeros((len(x), how.tokens), int) for i, x in texts.items()}
+        for rows, parts in calls(texts, MOST // size):
+            own = [variables(i) for i, _ in parts]
+            stacked = jax.tree.map(lambda *a: np.stack(a), *own)
+            filled = (np.resize(texts[i][at], (rows, length)) for i, at in parts)
+            x = np.stack([*filled])
+            lengths = np.stack([text.lengths(own) for own in x])
             with e.tracing():
-                new = run(held, variables, filled, text.lengths(filled), how)
-            parts.append(np.asarray(new)[: len(part)])
-        return np.concatenate(parts)
+                new = run(held, stacked, x, lengths, how)
+            for (i, at), tokens in zip(parts, np.asarray(new), strict=True):
+                found[i][at] = tokens[: len(texts[i][at])]
+        return found
 
-    return lambda variables: functools.partial(cached, variables)
+    return cached
 
 
-def of_clients(e: Trained, state: RunState, t: int) -> Callable[[int], Cached | None]:
-    """Returns (client) -> continuation by its model with a cache, None where it has
-    none: a network without attention, or a method that combines several networks.
+def calls(
+    texts: Mapping[int, np.ndarray], most: int
+) -> Iterator[tuple[int, list[tuple[int, slice]]]]:
+    """Returns the calls that continue all texts: the rows R of each client, and clients
+    with slices of up to R of their texts.
+
+    R and the number of clients are powers of two, so that few shapes are compiled. Both
+    together are at most ROWS, and the clients at most `most`; the last may recur.
+    """
+    groups: dict[int, list[tuple[int, slice]]] = {}
+    for i, x in texts.items():
+        for first in range(0, len(x), ROWS):
+            at = slice(first, min(first + ROWS, len(x)))
+            groups.setdefault(_power(at.stop - first), []).append((i, at))
+    for rows, parts in groups.items():
+        width = 1 << (max(1, min(ROWS // rows, most)).bit_length() - 1)
+        for first in range(0, len(parts), width):
+            some = parts[first : first + width]
+            yield rows, some + some[-1:] * (_power(len(some)) - len(some))
+
+
+def _power(count: int) -> int:
+    """Returns the least power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
+
+
+def of_clients(
+    e: Trained,
+    state: RunState,
+    t: int,
+    texts: Mapping[int, np.ndarray],
+    how: Generation,
+) -> dict[int, np.ndarray]:
+    """Returns the next tokens [m, T] of clients' texts that `fit`, by models with a
+    cache.
+
+    There are none of clients whose network has no attention, or whose method combines
+    several networks.
 
     Args:
       state: after `t` rounds, rows by client id.
+      texts: {client: [n, L]}.
+      how: of all texts.
     """
-    variables = export.exporter(e, state, t)
-    key, models = jax.random.key(0), e.task.models
-    decoders = [None if x.cache is None else decoder(e, x) for x in models]
-    known: list[Any] = [jax.tree.structure(jax.eval_shape(x.init, key)) for x in models]
+    variables, found = export.exporter(e, state, t), {}
+    for group, model in enumerate(e.task.models):
+        own = {
+            i: x[fit(x, how)]
+            for i, x in texts.items()
+            if e.task.architecture[i] == group
+        }
+        if own and model.cache is not None and _is_of(model, variables, min(own)):
+            found |= decoder(e, model)(variables, own, how)
+    return found
 
-    def of(client: int) -> Cached | None:
-        group = int(e.task.architecture[client])
-        run = decoders[group]
-        if run is None:
-            return None
-        try:
-            found = variables(client)
-        except NeedsDataError:
-            return None
-        return run(found) if jax.tree.structure(found) == known[group] else None
 
-    return of
+def _is_of(model: Model, variables: Callable[[int], PyTree], client: int) -> bool:
+    """Returns True where a client's exported variables are those of a model."""
+    known: Any = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
+    try:
+        return bool(jax.tree.structure(variables(client)) == known)
+    except NeedsDataError:
+        return False
 
 
 def written(

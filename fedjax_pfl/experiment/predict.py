@@ -16,7 +16,7 @@ client that did not train takes its own local training first, on the labelled ro
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from fedjax_pfl.data.sources import arrays, chat, images, rows, table, text as t
 from fedjax_pfl.engine import unseen
 from fedjax_pfl.errors import InputError, check
 from fedjax_pfl.experiment import cli, generation, metrics, results, text
-from fedjax_pfl.experiment.generation import Cached, Generation
+from fedjax_pfl.experiment.generation import Generation
 from fedjax_pfl.experiment.groups import MOST
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.experiment.types import Trained
@@ -42,6 +42,7 @@ from fedjax_pfl.types import RunState
 
 ALL, GLOBAL = "all", "global"
 ROWS = 1000  # predicted at once
+Continuation = Callable[[np.ndarray, Generation], np.ndarray]
 FLAGS = {
     "client": cli.Flag(str, f"name of a client, #3 for number 3, {ALL} or {GLOBAL}"),
     "input": cli.Flag(str, "file or folder of the rows to predict"),
@@ -170,9 +171,9 @@ def scores(
     return np.concatenate(parts)
 
 
-def shared(e: Trained, state: RunState) -> tuple[Any, Cached | None]:
+def shared(e: Trained, state: RunState) -> tuple[Any, Continuation | None]:
     """Returns the predictor of the model that all clients share, and its continuation
-    of texts with a cache.
+    of texts x [n, L] that `fit` with a cache: (x, how) -> next tokens [n, T].
 
     Raises:
       InputError: the method has none.
@@ -189,8 +190,11 @@ def shared(e: Trained, state: RunState) -> tuple[Any, Cached | None]:
         with e.tracing():
             return averaging.logits(model, found, rows, jnp.ones(len(x), bool))
 
-    cached = None if model.cache is None else generation.decoder(e, model)(found)
-    return run, cached
+    def cached(x: np.ndarray, how: Generation) -> np.ndarray:
+        kept = x[generation.fit(x, how)]
+        return generation.decoder(e, model)(lambda _: found, {0: kept}, how)[0]
+
+    return run, None if model.cache is None else cached
 
 
 def held_out(
@@ -267,7 +271,8 @@ def predictions(
         return _frame(e, own, given, everything, client, how)
     if client == GLOBAL and GLOBAL not in e.names:
         own, cached = shared(e, run.state())
-        return _frame(e, own, given, everything, client, how, cached)
+        new = None if cached is None or how is None else cached(given.x, how)
+        return _frame(e, own, given, everything, client, how, new)
     chosen = {client: everything}
     if client == ALL and ALL not in e.names:
         chosen = dict.fromkeys(e.names, everything)
@@ -276,16 +281,18 @@ def predictions(
             chosen = {name: np.flatnonzero(owners == name) for name in names}
     parts = []
     t, state = run.checkpoint
-    continues = None if how is None else generation.of_clients(e, state, t)
+    found = {}
+    if how is not None:
+        texts = {e.index(name): given.x[at] for name, at in chosen.items()}
+        found = generation.of_clients(e, state, t, texts, how)
     for name, at in chosen.items():
         number = e.index(name)
         own, name = run.predictor(number), e.names[number]
-        cached = None if continues is None else continues(number)
-        parts.append(_frame(e, own, given, at, name, how, cached))
+        parts.append(_frame(e, own, given, at, name, how, found.get(number)))
     order = np.concatenate(list(chosen.values()))
     once = np.array_equal(np.sort(order), everything)
-    found = pd.concat(parts)
-    return found.iloc[np.argsort(order)] if once else found
+    table = pd.concat(parts)
+    return table.iloc[np.argsort(order)] if once else table
 
 
 def _frame(
@@ -295,11 +302,11 @@ def _frame(
     at: np.ndarray,
     client: str,
     how: Generation | None,
-    cached: Cached | None = None,
+    known: np.ndarray | None = None,
 ) -> pd.DataFrame:
     if how is not None and e.preparation is not None:
         of = functools.partial(scores, e, predict)
-        new = generation.continued(of, given.x[at], how, cached)
+        new = generation.continued(of, given.x[at], how, known)
         texts = generation.written(new, e.preparation, e.config.data.dataset)
         named = [given.names[i] for i in at]
         return pd.DataFrame({"row": named, "client": client, "text": texts})

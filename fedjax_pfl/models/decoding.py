@@ -12,6 +12,20 @@ from fedjax_pfl.types import Array, Model, PyTree
 END = -1  # fills the rows after their last token
 
 
+@jax.custom_batching.custom_vmap
+def _some(left: Array) -> Array:
+    """Returns `left` []; of several clients whether any is True, so that they share a
+    loop, which would otherwise copy their caches in every turn."""
+    return left
+
+
+@_some.def_vmap
+def _some_of_clients(
+    count: int, batched: list[bool], left: Array
+) -> tuple[Array, bool]:
+    return _some(jnp.any(left)), False
+
+
 class State(NamedTuple):
     """The carry of the loop over new tokens."""
 
@@ -36,7 +50,8 @@ def continued(
     """Returns the next tokens [B, count] of texts, END after the last one.
 
     The prompts are computed at once, then one token a step. A row ends with the token
-    `stop`, or where the text has L + 1 tokens.
+    `stop`, or where the text has L + 1 tokens. Under `jax.vmap` over clients the steps
+    go on until all rows of all clients have ended.
 
     Args:
       model: its `cache` is not None.
@@ -80,7 +95,7 @@ def continued(
         return written(state, *after(step))
 
     def goes_on(state: State) -> Array:
-        return (state.i < count) & ~jnp.all(state.ended)
+        return (state.i < count) & _some(~jnp.all(state.ended))
 
     none, found = jnp.zeros(rows, jnp.int32), jnp.full((rows, count), END)
     start = State(jnp.int32(0), None, none, found, jnp.zeros(rows, bool))
