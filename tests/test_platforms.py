@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_decoding as language
 import toy
 
-from fedjax_pfl import local_training
+from fedjax_pfl import local_training, models
 from fedjax_pfl.engine import rounds
 from fedjax_pfl.kernels.platform import on
 from fedjax_pfl.types import Batch, Context
@@ -114,3 +115,35 @@ def test_compiler_chooses_the_layout_of_examples(monkeypatch):
     monkeypatch.setattr(rounds, "platform", lambda: "gpu")
     assert rounds.free_layouts(program, toy.federation()) is not None
     toy.assert_same([result.state for result in run()][-1], expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["transformer", "gpt2", "llama", "qwen2", "qwen3"])
+def test_attention_does_not_depend_on_the_platform(kind, packed, monkeypatch):
+    """Rows with padding and, packed, with two texts; grouped queries and windows."""
+    options = language.GIVEN | {"packed": packed}
+    size, words = language.LENGTH, language.TOKENS
+    model = models.model(language.network(kind), (size,), words, **options)
+    w, x = language.drawn(model, 2.0), language.prompts(3, size, 7)
+    x[1, 5] = -1 - x[1, 5] if packed else x[1, 5]
+    weight = (jnp.asarray(x) != 0).reshape(-1, 1)
+    calls, own = [], jax.nn.dot_product_attention
+
+    def spy(*args, **options):
+        calls.append(options)
+        return own(*args, **options)
+
+    def gradients():
+        def loss(w):
+            return jnp.sum(jnp.sin(model.apply(w, x)[0]) * weight)
+
+        return jax.jit(jax.value_and_grad(loss))(w)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+    wanted = gradients()
+    assert not calls
+    with on("gpu"):
+        found = gradients()
+    assert len(calls) == 2
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1, abs(b).max()))
