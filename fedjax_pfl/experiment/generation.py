@@ -143,7 +143,11 @@ def decoder(e: Trained, model: Model) -> Cached:
         if model.frozen is not None:
             features, head, _ = model.frozen.functions(held)
             given = model._replace(features=features, head=head)
-        options = {"stop": how.stop, "temperature": how.temperature, "seed": how.seed}
+        options: dict[str, Any] = {
+            "stop": how.stop,
+            "temperature": how.temperature,
+            "seed": how.seed,
+        }
 
         def one(variables: PyTree, x: Array, length: Array) -> Array:
             count = how.tokens
@@ -220,7 +224,8 @@ def of_clients(
       texts: {client: [n, L]}.
       how: of all texts.
     """
-    variables, found = export.exporter(e, state, t), {}
+    variables = export.exporter(e, state, t)
+    found: dict[int, np.ndarray] = {}
     for group, model in enumerate(e.task.models):
         own = {
             i: x[fit(x, how)]

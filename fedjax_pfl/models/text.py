@@ -240,8 +240,9 @@ class Tokens(nnx.Module):
         if isinstance(x, Step):
             return self._continued(x)
         if isinstance(x, Hidden):
-            if x.x is None:
+            if x.h is not None:
                 return self._logits(x.h)
+            assert x.x is not None
             return self._hidden(x.x, train, rngs)[0]
         h = self._pooled(*self._hidden(x, train, rngs))
         if hasattr(self, "pooler"):
