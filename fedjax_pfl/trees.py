@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from chex import Numeric
 
-from fedjax_pfl.types import Array, PyTree
+from fedjax_pfl.types import Array, PyTree, Stored
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +25,13 @@ def traced_once(function: F) -> F:
     """Returns a function of arrays that is traced once for all calls with arguments of
     the same shapes, and inlined."""
     return jax.jit(function, inline=True)  # type: ignore[return-value]
+
+
+def read(tree: PyTree) -> PyTree:
+    """Returns a tree whose `Stored` leaves are arrays on the default device."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x.read()) if isinstance(x, Stored) else x, tree
+    )
 
 
 def replicate(tree: PyTree, count: int) -> PyTree:

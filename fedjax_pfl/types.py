@@ -5,6 +5,7 @@ padding, B batch, C classes, K features, T class groups (pFedC's tasks), P publi
 examples, G architectures, Z parameters, n examples of the whole data set.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -127,11 +128,47 @@ class Network(NamedTuple):
     bn_mask: PyTree
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a file, read anew at each use.
+
+    Attributes:
+      shape: of the array.
+      dtype: in which it is read.
+      load: () -> the array, of any dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    load: Callable[[], np.ndarray]
+
+    @property
+    def ndim(self) -> int:
+        """Returns the number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Returns the number of elements."""
+        return math.prod(self.shape)
+
+    def astype(self, dtype: Any) -> "Stored":
+        """Returns the array, read in another dtype."""
+        return dataclasses.replace(self, dtype=np.dtype(dtype))
+
+    def read(self) -> np.ndarray:
+        """Reads the array."""
+        return np.ascontiguousarray(self.load(), self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read(), dtype)
+
+
 class Frozen(NamedTuple):
     """Variables of a model that nobody trains: one copy, whatever the number of
     clients."""
 
-    values: PyTree
+    values: PyTree  # of arrays, or `Stored` until they are on the devices
     # values -> the functions `features`, `head` and `apply` of the model
     functions: Callable[[PyTree], tuple[Callable[..., Any], ...]]
     # trained variables -> variables of the network without adapters

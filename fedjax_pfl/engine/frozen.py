@@ -5,13 +5,19 @@ all clients, which methods reach through the models they are given.
 """
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from fedjax_pfl.engine import distributed
 from fedjax_pfl.engine.placement import BASE
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.types import Array, Federation, Model, Task
+from fedjax_pfl.types import Array, Federation, Model, Stored, Task
+
+# arrays that were read and are in use, by where they are: one copy for all runs
+_read: WeakValueDictionary[tuple[Stored, NamedSharding | None], Array]
+_read = WeakValueDictionary()
 
 
 def values(task: Task) -> tuple[Array, ...]:
@@ -30,6 +36,34 @@ def places(task: Task, mesh: Mesh) -> tuple[NamedSharding, ...]:
         NamedSharding(mesh, P() if axis is None else P(*[None] * axis, BASE))
         for _, axis in _divided(task, mesh.shape.get(BASE, 1))
     )
+
+
+def placed(task: Task, mesh: Mesh | None = None) -> Task:
+    """Returns the task with its frozen variables on the devices.
+
+    Each of the `Stored` is read and copied before the next: divided over the devices
+    of a mesh that share a base, else whole to the default device.
+    """
+    held = values(task)
+    if not any(isinstance(x, Stored) for x in held):
+        return task
+    where: Sequence[NamedSharding | None] = [None] * len(held)
+    divided = mesh is not None and mesh.shape.get(BASE, 1) > 1
+    # arrays of several processes serve no function of one
+    if mesh is not None and divided and not distributed.several():
+        where = places(task, mesh)
+    return bind(task, tuple(map(_placed, held, where)))
+
+
+def _placed(x: Array | Stored, where: NamedSharding | None) -> Array:
+    if not isinstance(x, Stored):
+        return x
+    found = _read.get((x, where))
+    if found is None:
+        with jax.ensure_compile_time_eval():
+            found = jax.block_until_ready(jax.device_put(x.read(), where))
+        _read[x, where] = found
+    return found
 
 
 def least_devices(task: Task, width: int, devices: int, room: int | None) -> int:
@@ -108,7 +142,7 @@ def with_frozen(federation: Federation, task: Task | None) -> Federation:
     nothing."""
     if task is None:
         return federation
-    return federation._replace(frozen=values(task) or None)
+    return federation._replace(frozen=values(placed(task)) or None)
 
 
 def _models(task: Task) -> list[Model]:

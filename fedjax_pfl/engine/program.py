@@ -130,7 +130,9 @@ def program(
         setting = setting._replace(task=clock.task(setting.task))
     task = setting.task
     validate.layout(task, setting.lr_decay, width, devices, base, storage)
-    on = parts(setting, lay_out(task, width, devices, base), clock)
+    layout = lay_out(task, width, devices, base)
+    setting = setting._replace(task=frozen.placed(task, layout.mesh))
+    on = parts(setting, layout, clock)
     found = from_parts(on, setting)
     if checked:
         functions = found.init, found.round, found.evaluate

@@ -114,6 +114,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         logging.warning("--drop_last: %d clients have no full batch.", short)
     config = config.replace(**lay_out(config.run, task))
     program = make_program(config, task, schedule, laid_out=True)
+    task, everyone = (frozen.placed(x, program.mesh) for x in (task, everyone))
     federation = federate.federate(dataset, partition, room, public)
     federation = simulate.with_frozen(federation, task)
     if partition.val_sizes.any():

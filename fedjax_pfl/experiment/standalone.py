@@ -10,6 +10,7 @@ import numpy as np
 from fedjax_pfl import simulate
 from fedjax_pfl.data import datasets
 from fedjax_pfl.data.preparation import Preparation
+from fedjax_pfl.engine import frozen
 from fedjax_pfl.experiment import config as settings, inputs
 from fedjax_pfl.experiment.build import (
     architectures,
@@ -136,6 +137,7 @@ def trained(path: str | Path) -> Trained:
         everyone = everyone._replace(public=shape)
     ids = np.delete(np.arange(len(sizes)), known["unseen"])
     task, schedule = for_server(config, everyone, ids)
+    task = frozen.placed(task)
     federation = _federation(counts[ids], sizes[ids])
     return Trained(
         config=config,

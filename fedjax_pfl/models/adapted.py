@@ -19,7 +19,7 @@ from fedjax_pfl.models.nnx_model import DTYPES, composed, model
 from fedjax_pfl.models.registry import Factory
 from fedjax_pfl.models.transformer import DIVIDED, Block, Stack
 from fedjax_pfl.options import Options
-from fedjax_pfl.types import Array, Frozen, Model, PyTree
+from fedjax_pfl.types import Array, Frozen, Model, PyTree, Stored
 
 Path = tuple[str, ...]  # of a variable of the body
 A, B = "lora_a", "lora_b"
@@ -216,7 +216,7 @@ def adapted(
         if (train_head if path[0] == "head" else path[1:] in chosen)
     }
     start = _started(whole, base, names)
-    own = {path: x for path, x in start.items() if path in names}
+    own = {path: trees.read(x) for path, x in start.items() if path in names}
     rest = {
         path: _held(x, base_dtype) for path, x in start.items() if path not in names
     }
@@ -229,7 +229,7 @@ def adapted(
         return _nested(_flat(draw(key)) | own)
 
     def merge(variables: PyTree) -> PyTree:
-        return _merged(_joined(variables, unstacked(values)), how.scale)
+        return _merged(_joined(variables, unstacked(trees.read(values))), how.scale)
 
     run, values = whole, _nested(rest)
     if blocks != "unrolled":
@@ -295,7 +295,7 @@ def _added(tree: PyTree, change: PyTree) -> PyTree:
     """Returns variables with a change added to some of them."""
     flat = _flat(tree)
     for path, x in _flat(change).items():
-        kernel = flat[path]
+        kernel = trees.read(flat[path])
         flat[path] = (kernel + x.reshape(kernel.shape)).astype(kernel.dtype)
     return _nested(flat)
 
@@ -343,8 +343,8 @@ def _divided(path: Path, x: Array) -> int:
 
 
 def _array(x: Any) -> Any:
-    """Returns an array; only shapes, of a network that is compiled alone, stay."""
-    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
+    """Returns an array; shapes alone and stored arrays are returned unchanged."""
+    return x if isinstance(x, (jax.ShapeDtypeStruct, Stored)) else jnp.asarray(x)
 
 
 def _held(x: Any, dtype: str) -> Any:
@@ -375,10 +375,21 @@ def _stacked(tree: PyTree) -> PyTree:
 
 
 def _joint(*leaves: Any) -> Any:
-    """Stacks arrays; only shapes are stacked to a shape."""
+    """Stacks arrays, or only shapes, or stored arrays to a stored one."""
+    if isinstance(leaves[0], Stored):
+        shape = (len(leaves), *leaves[0].shape)
+        return Stored(shape, leaves[0].dtype, functools.partial(_one_by_one, leaves))
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda *x: jnp.stack(x), *leaves)
     return jnp.stack(leaves)
+
+
+def _one_by_one(leaves: tuple[Stored, ...]) -> np.ndarray:
+    """Reads and stacks arrays."""
+    whole = np.empty((len(leaves), *leaves[0].shape), leaves[0].dtype)
+    for row, x in zip(whole, leaves, strict=True):
+        row[...] = x.read()
+    return whole
 
 
 def unstacked(tree: PyTree) -> PyTree:
@@ -404,14 +415,14 @@ def _functions(whole: Model, held: PyTree) -> tuple[Callable[..., Any], ...]:
         key: Array | None = None,
     ) -> tuple[Array, PyTree]:
         if STACK in held["body"]:
-            full = _joined(_stacked(variables), held)
+            full = _joined(_stacked(variables), trees.read(held))
         else:
-            full = _joined(variables, held)
+            full = _joined(variables, trees.read(held))
         h, _ = whole.features(full, x, mask=mask, train=train, key=key)
         return h, variables["stats"]
 
     def head(variables: PyTree, h: Array) -> Array:
-        return whole.head(_joined(variables, held["head"]), h)
+        return whole.head(_joined(variables, trees.read(held["head"])), h)
 
     return features, head, composed(features, head)
 

@@ -1,5 +1,6 @@
 """Folders of Hugging Face: config.json, safetensors files and tokenizer.json."""
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -121,29 +122,48 @@ class Files:
                 f"{folder} needs safetensors: pip install -e '.[pretrained]' adds it."
             ) from None
         self.folder, self.prefix = folder, ""
-        self._where: dict[str, Any] = {}
+        self._open: Any = functools.partial(safe_open, framework="numpy")
+        self._where: dict[str, Path] = {}
         for file in weight_files(folder):
             try:
-                opened: Any = safe_open(file, framework="flax")
+                with self._open(file) as opened:
+                    self._where |= dict.fromkeys(opened.keys(), file)
             except Exception as error:  # of the library, which has no other type
                 problem = in_one_line(error)
                 raise InputError(f"{file} cannot be read ({problem}).") from error
-            self._where |= dict.fromkeys(opened.keys(), opened)
 
     def find(self, name: str) -> str | None:
         """Returns the full name of a tensor, None where there is none."""
         return next((x for x in (self.prefix + name, name) if x in self._where), None)
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns a tensor in float32.
+    def shape(self, name: str) -> list[int]:
+        """Returns the shape of a tensor, without reading it; raises as `tensor`."""
+        full = self._full(name)
+        with self._open(self._where[full]) as opened:
+            shape: list[int] = opened.get_slice(full).get_shape()
+            return shape
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a tensor in the type of the file.
+
+        The file is closed again, as the pages of an open one remain in memory.
 
         Raises:
           InputError: there is none of this name.
         """
+        full = self._full(name)
+        with self._open(self._where[full]) as opened:
+            return np.asarray(opened.get_tensor(full))
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in float32; raises as `tensor`."""
+        return np.asarray(self.tensor(name), np.float32)
+
+    def _full(self, name: str) -> str:
         full = self.find(name)
         if full is None:
             raise InputError(f"{self.folder} has no tensor {self.prefix + name!r}.")
-        return np.asarray(self._where[full].get_tensor(full), np.float32)
+        return full
 
 
 def weight_files(folder: Path) -> list[Path]:

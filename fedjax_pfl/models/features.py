@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from fedjax_pfl import trees
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.errors import InputError, choose
 from fedjax_pfl.models.nnx_model import DTYPES, composed
@@ -91,7 +92,7 @@ def extractor(
     everywhere, by_row = (NamedSharding(mesh, spec) for spec in (P(), P("examples")))
     variables = jax.jit(model.init)(jax.random.key(0))
     assert model.frozen is not None
-    given = jax.device_put((variables, model.frozen.values), everywhere)
+    given = jax.device_put((variables, trees.read(model.frozen.values)), everywhere)
     size = batch * mesh.size
 
     @jax.jit

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
+from fedjax_pfl import trees
 from fedjax_pfl.errors import InputError
 from fedjax_pfl.models.adapted import A, B, unstacked
 from fedjax_pfl.models.families import HEADS, Family
@@ -42,7 +43,7 @@ def save(
       InputError: the model has no LoRA, or layers of different ranks.
     """
     family = load(base).family
-    held = {} if model.frozen is None else unstacked(model.frozen.values)
+    held = {} if model.frozen is None else unstacked(trees.read(model.frozen.values))
     flat = traverse_util.flatten_dict(held)
     flat |= traverse_util.flatten_dict(variables)
     layers = _layers({path: np.asarray(x) for path, x in flat.items()})

@@ -23,7 +23,7 @@ from fedjax_pfl.models.checkpoints import (
 from fedjax_pfl.models.families import TYPES, Family, general
 from fedjax_pfl.models.nets import Shape
 from fedjax_pfl.models.registry import Factory
-from fedjax_pfl.types import Array, Model, PyTree
+from fedjax_pfl.types import Array, Model, PyTree, Stored
 
 __all__ = ["Pretrained", "digest", "load", "model", "words", "words_of"]
 
@@ -43,7 +43,8 @@ class Pretrained(NamedTuple):
     Attributes:
       factory: as of `models.model`.
       variables: {"body": parameters, "stats": {}}, and "head" where the file has one;
-        "body" may have parts that the network of a task does not use.
+        "body" may have parts that the network of a task does not use. Its leaves are
+        `Stored`, float32.
       family: the names in the file.
     """
 
@@ -76,9 +77,9 @@ def tokenizer(folder: str) -> str | None:
     return str(path) if path.exists() else None
 
 
-@functools.cache  # one copy for all networks
+@functools.cache
 def load(folder: str, image_size: int | None = None) -> Pretrained:
-    """Loads a network; nothing is downloaded.
+    """Loads a network; nothing is downloaded, and the body is read where it is used.
 
     Args:
       folder: with config.json and model.safetensors, or its parts with
@@ -122,7 +123,7 @@ def model(folder: str, input_shape: Shape, num_classes: int, **options: Any) -> 
     found = load(folder)
     made = nnx_model.model(found.factory, input_shape, num_classes, **options)
     shapes = jax.eval_shape(made.init, jax.random.key(0))
-    body = _taken(shapes["body"], found.variables["body"])
+    body = _taken(shapes["body"], _body(folder))
     if body is None:
         raise InputError(f"{folder} has not all weights for these labels.")
     head = _taken(shapes["head"], found.variables.get("head", {}))
@@ -134,6 +135,12 @@ def model(folder: str, input_shape: Shape, num_classes: int, **options: Any) -> 
     return made._replace(init=init)
 
 
+@functools.cache  # one copy for all networks
+def _body(folder: str) -> PyTree:
+    """Reads all parameters of a body."""
+    return jax.tree.map(np.asarray, load(folder).variables["body"])
+
+
 def _taken(shapes: PyTree, given: PyTree) -> PyTree | None:
     """Returns the values of a tree, None unless all are given in these shapes."""
     flat, known = (traverse_util.flatten_dict(tree) for tree in (shapes, given))
@@ -143,14 +150,14 @@ def _taken(shapes: PyTree, given: PyTree) -> PyTree | None:
 
 
 def _variables(family: Family, files: Files) -> PyTree:
-    """Reads all variables of a network."""
+    """Returns all variables of a network."""
     make = functools.partial(family.factory, num_classes=2, **family.example)
     template: Any = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     shapes = {
         tuple(map(str, path)): variable.get_value().shape
         for path, variable in nnx.to_flat_state(nnx.state(template.body, nnx.Param))
     }
-    body = {path: _value(family, files, path, shapes[path]) for path in shapes}
+    body = {path: _stored(family, files, path, shapes[path]) for path in shapes}
     found = {"body": traverse_util.unflatten_dict(body), "stats": {}}
     head = family.names.get("head")
     if head is not None and files.find(f"{head}.weight"):
@@ -160,27 +167,29 @@ def _variables(family: Family, files: Files) -> PyTree:
     return found
 
 
-def _value(
+def _stored(
     family: Family, files: Files, path: tuple[str, ...], shape: Shape
-) -> np.ndarray:
-    """Reads one parameter of the body."""
+) -> Stored:
+    """Returns one parameter of the body, without reading it."""
     *module, leaf = path
     if leaf in _LEAVES:
         name = f"{family.file_name(tuple(module))}.{_LEAVES[leaf]}"
     else:
         name = family.file_name(path)
-    value = files.read(name)
-    stored = list(value.shape)
-    if leaf == "kernel" and value.ndim == 4:  # patches, of a convolution
-        value = value.transpose(2, 3, 1, 0).reshape(-1, len(value))
-    elif leaf == "kernel" and family.transposed:
-        value = value.T
     edit = family.edits.get(general(path))
-    if edit is not None:
-        value = edit(value, files)
-    if value.shape != shape:
+
+    def arranged(value: np.ndarray) -> np.ndarray:
+        if leaf == "kernel" and value.ndim == 4:  # patches, of a convolution
+            value = value.transpose(2, 3, 1, 0).reshape(-1, len(value))
+        elif leaf == "kernel" and family.transposed:
+            value = value.T
+        return value if edit is None else edit(np.asarray(value, np.float32), files)
+
+    stored = files.shape(name)
+    # one number in this shape
+    if arranged(np.broadcast_to(np.float32(0), stored)).shape != shape:
         raise InputError(
             f"{files.folder}: the tensor {name!r} does not fit config.json: "
             f"{'.'.join(path)} must be {list(shape)}, got {stored}."
         )
-    return np.ascontiguousarray(value)
+    return Stored(shape, np.dtype(np.float32), lambda: arranged(files.tensor(name)))
