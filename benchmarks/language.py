@@ -46,7 +46,7 @@ MODELS = {
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
-class _Absent:
+class Absent:
     """The files of a network that is not there."""
 
     def find(self, name: str) -> None:
@@ -56,7 +56,7 @@ class _Absent:
 def network(name: str, length: int, rank: int = 8) -> Model:
     """Returns a model with LoRA whose base are shapes, held in bfloat16."""
     settings = MODELS[name]
-    family = families.TYPES["llama"](Config(settings), _Absent())  # type: ignore[arg-type]
+    family = families.TYPES["llama"](Config(settings), Absent())  # type: ignore[arg-type]
     words = settings["vocab_size"]
     options: dict[str, Any] = {
         "positions": length,
@@ -70,12 +70,15 @@ def network(name: str, length: int, rank: int = 8) -> Model:
     return adapted(family.factory, lora(rank), (length,), words, **options)
 
 
-def task(name: str, clients: int, length: int, batch: int = 1) -> Task:
-    """Returns a task of `clients` with a batch of texts each."""
+def task(
+    name: str, clients: int, length: int, batch: int = 1, model: Model | None = None
+) -> Task:
+    """Returns a task of `clients` with a batch of texts each; without a `model` its
+    base are shapes."""
     words = MODELS[name]["vocab_size"]
     text = jax.ShapeDtypeStruct((length,), jnp.int32)
     return testing.task(
-        models=(network(name, length),),
+        models=(network(name, length) if model is None else model,),
         input=text,
         label=text,
         prepare=prepare_integers,

@@ -303,12 +303,12 @@ def _added(tree: PyTree, change: PyTree) -> PyTree:
 def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array]:
     """Returns the values that are not drawn by `init`: those of the base, and what is
     neither trained nor in the base."""
-    drawn = jax.jit(whole.init)
     key = jax.random.key(0)
     shapes = _flat(jax.eval_shape(whole.init, key))
     added = {path for path in shapes if {A, B, PROMPT} & set(path)}
     if base is None:
-        base = _nested({p: x for p, x in _flat(drawn(key)).items() if p not in added})
+        drawn = _flat(jax.jit(whole.init)(key))
+        base = _nested({p: x for p, x in drawn.items() if p not in added})
     known = {path: _array(x) for path, x in _flat(base).items()}
     new_head = any(
         known[path].shape != shape.shape if path in known else True
@@ -330,8 +330,10 @@ def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array
     missing = shapes.keys() - start.keys() - trained
     if any(path[0] == "head" for path in missing):
         raise InputError("A frozen head must be the base's.")
-    rest = _flat(drawn(key)) if missing else {}
-    return start | {path: rest[path] for path in missing}
+    if missing:  # the others are not drawn
+        rest = jax.jit(lambda key: _some(whole.init(key), missing))(key)
+        start |= {path: x for path, x in _flat(rest).items() if path in missing}
+    return start
 
 
 def _divided(path: Path, x: Array) -> int:
