@@ -3,9 +3,10 @@
     python -m benchmarks.loading [--model=llama3-1b] [--base_devices=1] [--quick]
 
 Random weights in bfloat16 are written to four files. A process of its own reads them
-by `simulate.program` to the devices, here those of a CPU. `peak` is the most memory of
-that process from then on, less what it had before and the bytes of the base on the
-devices. `of a part` is that peak over the size of the largest file."""
+by `simulate.program` to the devices, on Linux those of a CPU. `peak` is the most memory
+that this adds to the process, less the bytes of the base on the devices. `read` is the
+most that it adds to read each variable and to drop it, as for an accelerator. Both are
+relative to the size of the largest file, too."""
 
 import json
 import tempfile
@@ -27,6 +28,7 @@ from fedjax_pfl.models.checkpoints import WEIGHTS, Config
 
 FLAGS = flags.FLAGS
 PARTS, LENGTH = 4, 8
+OF = ("peak of a part", "read of a part")
 FORMS = (("bfloat16", "unrolled"), ("bfloat16", "scanned"), ("float32", "unrolled"))
 
 
@@ -45,6 +47,7 @@ class Cost(NamedTuple):
 
     placed: int
     peak: int
+    read: int
 
 
 def write(folder: Path, name: str) -> int:
@@ -99,12 +102,20 @@ def measure(case: Case) -> Cost:
     task = language.task(case.model, 2, LENGTH, model=net)
     layout = {"devices": case.devices, "base_devices": case.devices}
     jax.device_put(np.zeros(8))  # starts the devices
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
-    before = report.process_peak()
+    before = _held()
+    for x in frozen.values(task):
+        np.asarray(x)
+    read = report.process_peak() - before
+    before = _held()
     made = simulate.program("fedavg", task, checked=False, **layout)
-    held = frozen.values(made.task)
-    placed = sum(x.nbytes for x in held)
-    return Cost(placed, report.process_peak() - before - placed)
+    placed = sum(x.nbytes for x in frozen.values(made.task))
+    return Cost(placed, report.process_peak() - before - placed, read)
+
+
+def _held() -> int:
+    """Returns the bytes of the process, from which its peak starts again."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return report.process_peak()
 
 
 def main(argv: list[str]) -> None:
@@ -118,12 +129,12 @@ def main(argv: list[str]) -> None:
         cases = [Case(folder, name, *form, devices) for form in FORMS]
         print(f"{name}, largest of {PARTS} files {largest / 2**20:.0f} MiB\n")
         rows: list[tuple] = [
-            ("base", "blocks", "devices", "placed MiB", "peak MiB", "of a part")
+            ("base", "blocks", "devices", *(f"{x} MiB" for x in Cost._fields), *OF)
         ]
         for case, cost in zip(cases, report.fresh(measure, cases), strict=True):
             sizes = (x / 2**20 for x in cost)
             kind = (case.dtype, case.blocks, str(devices))
-            rows.append((*kind, *sizes, cost.peak / largest))
+            rows.append((*kind, *sizes, cost.peak / largest, cost.read / largest))
     print(report.table(rows))
 
 

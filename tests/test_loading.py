@@ -123,6 +123,13 @@ def test_the_host_holds_one_tensor_at_a_time(folder, blocks, monkeypatch):
     assert len(parts) >= 8
 
 
+def test_large_tensors_are_read_in_pieces(folder, monkeypatch):
+    wanted = jax.tree.map(np.asarray, pretrained.load(folder).variables)
+    monkeypatch.setattr(checkpoints, "PIECE", 50)
+    found = jax.tree.map(np.asarray, pretrained.load(folder).variables)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_a_federation_has_the_arrays_on_the_device(folder):
     net = network(folder)
     given = simulate.with_frozen(synthetic.federation(input=TEXT), task(net))

@@ -52,7 +52,10 @@ def placed(task: Task, mesh: Mesh | None = None) -> Task:
     # arrays of several processes serve no function of one
     if mesh is not None and divided and not distributed.several():
         where = places(task, mesh)
-    return bind(task, tuple(map(_placed, held, where)))
+    pairs = sorted(zip(held, where, strict=True), key=lambda pair: -pair[0].size)
+    # the largest first, while most memory is free
+    arrays = {id(x): _placed(x, at) for x, at in pairs}
+    return bind(task, tuple(arrays[id(x)] for x in held))
 
 
 def _placed(x: Array | Stored, where: NamedSharding | None) -> Array:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fedjax_pfl.models.transformer import ACTIVATIONS
 from fedjax_pfl.models.vit import Pixels
 
 WEIGHTS = "model.safetensors"
+PIECE = 2**24  # numbers of a tensor that are read at once
 _METHODS = {1: "lanczos3", 2: "linear", 3: "cubic"}  # by Pillow's number
 # model types whose processors resize the shorter side and cut out the centre
 _CROPPING = ("clip", "clip_vision_model", "deit", "dinov2")
@@ -146,14 +148,26 @@ class Files:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a tensor in the type of the file.
 
-        The file is closed again, as the pages of an open one remain in memory.
+        A large one is read in pieces. The pages of a file remain in memory until it is
+        closed.
 
         Raises:
           InputError: there is none of this name.
         """
-        full = self._full(name)
-        with self._open(self._where[full]) as opened:
-            return np.asarray(opened.get_tensor(full))
+        full, shape = self._full(name), self.shape(name)
+        file, size = self._where[full], math.prod(shape)
+        if size <= PIECE:
+            with self._open(file) as opened:
+                return np.asarray(opened.get_tensor(full))
+        rows = max(1, PIECE * shape[0] // size)
+        whole: Any = None
+        for first in range(0, shape[0], rows):
+            at = slice(first, min(first + rows, shape[0]))
+            with self._open(file) as opened:
+                piece = opened.get_slice(full)[at]
+            whole = np.empty(shape, piece.dtype) if whole is None else whole
+            whole[at] = piece
+        return np.asarray(whole)
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor in float32; raises as `tensor`."""
