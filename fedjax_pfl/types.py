@@ -135,12 +135,12 @@ class Stored:
     Attributes:
       shape: of the array.
       dtype: in which it is read.
-      load: () -> the array, of any dtype.
+      load: dtype -> the array, of this dtype or another.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    load: Callable[[], np.ndarray]
+    load: Callable[[np.dtype[Any]], np.ndarray]
 
     @property
     def ndim(self) -> int:
@@ -158,7 +158,7 @@ class Stored:
 
     def read(self) -> np.ndarray:
         """Reads the array."""
-        return np.ascontiguousarray(self.load(), self.dtype)
+        return np.ascontiguousarray(self.load(self.dtype), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.read(), dtype)

@@ -96,10 +96,10 @@ def test_values_are_those_of_the_whole_read_at_once(folder, dtype, blocks):
 def test_the_host_holds_one_tensor_at_a_time(folder, blocks, monkeypatch):
     seen, count, whole = [], [], checkpoints.Files.tensor
 
-    def tensor(self, name):
+    def tensor(self, name, dtype):
         # those before are copied, and freed
         assert not [x for x in seen if x() is not None]
-        found = whole(self, name).copy()
+        found = whole(self, name, np.dtype(kind)).copy()
         seen.append(weakref.ref(found))
         count.append(name)
         return found
@@ -123,10 +123,12 @@ def test_the_host_holds_one_tensor_at_a_time(folder, blocks, monkeypatch):
     assert len(parts) >= 8
 
 
-def test_large_tensors_are_read_in_pieces(folder, monkeypatch):
-    wanted = jax.tree.map(np.asarray, pretrained.load(folder).variables)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_large_tensors_are_read_in_pieces(folder, dtype, monkeypatch):
+    body = pretrained.load(folder).variables["body"]
+    wanted = jax.tree.map(lambda x: x.read().astype(dtype), body)
     monkeypatch.setattr(checkpoints, "PIECE", 50)
-    found = jax.tree.map(np.asarray, pretrained.load(folder).variables)
+    found = jax.tree.map(lambda x: x.astype(dtype).read(), body)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -386,11 +386,11 @@ def _joint(*leaves: Any) -> Any:
     return jnp.stack(leaves)
 
 
-def _one_by_one(leaves: tuple[Stored, ...]) -> np.ndarray:
+def _one_by_one(leaves: tuple[Stored, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Reads and stacks arrays."""
-    whole = np.empty((len(leaves), *leaves[0].shape), leaves[0].dtype)
+    whole = np.empty((len(leaves), *leaves[0].shape), dtype)
     for row, x in zip(whole, leaves, strict=True):
-        row[...] = x.read()
+        row[...] = x.load(dtype)
     return whole
 
 

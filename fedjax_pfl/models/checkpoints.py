@@ -145,8 +145,8 @@ class Files:
             shape: list[int] = opened.get_slice(full).get_shape()
             return shape
 
-    def tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor in the type of the file.
+    def tensor(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        """Returns a tensor in this type.
 
         A large one is read in pieces. The pages of a file remain in memory until it is
         closed.
@@ -158,20 +158,18 @@ class Files:
         file, size = self._where[full], math.prod(shape)
         if size <= PIECE:
             with self._open(file) as opened:
-                return np.asarray(opened.get_tensor(full))
+                return np.asarray(opened.get_tensor(full), dtype)
         rows = max(1, PIECE * shape[0] // size)
-        whole: Any = None
+        whole = np.empty(shape, dtype)
         for first in range(0, shape[0], rows):
             at = slice(first, min(first + rows, shape[0]))
             with self._open(file) as opened:
-                piece = opened.get_slice(full)[at]
-            whole = np.empty(shape, piece.dtype) if whole is None else whole
-            whole[at] = piece
-        return np.asarray(whole)
+                whole[at] = opened.get_slice(full)[at]
+        return whole
 
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor in float32; raises as `tensor`."""
-        return np.asarray(self.tensor(name), np.float32)
+        return self.tensor(name, np.dtype(np.float32))
 
     def _full(self, name: str) -> str:
         full = self.find(name)

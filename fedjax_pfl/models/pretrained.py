@@ -183,7 +183,11 @@ def _stored(
             value = value.transpose(2, 3, 1, 0).reshape(-1, len(value))
         elif leaf == "kernel" and family.transposed:
             value = value.T
-        return value if edit is None else edit(np.asarray(value, np.float32), files)
+        return value if edit is None else edit(value, files)
+
+    def load(dtype: np.dtype[Any]) -> np.ndarray:
+        whole = files.tensor(name, dtype) if edit is None else files.read(name)
+        return arranged(whole)
 
     stored = files.shape(name)
     # one number in this shape
@@ -192,4 +196,4 @@ def _stored(
             f"{files.folder}: the tensor {name!r} does not fit config.json: "
             f"{'.'.join(path)} must be {list(shape)}, got {stored}."
         )
-    return Stored(shape, np.dtype(np.float32), lambda: arranged(files.tensor(name)))
+    return Stored(shape, np.dtype(np.float32), load)
