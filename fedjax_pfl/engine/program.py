@@ -99,7 +99,7 @@ def program(
 
     Hyperparameters annotated float, numbers of options, `lr` and `lr_decay` become
     `traced`, arguments of every function: other values need no new compilation and can
-    be vmapped over.
+    be vmapped over. Frozen variables in files are read to the devices here.
 
     Over several devices, and with several architectures, the rows of State.clients are
     in the order of the placement; `unplace` returns them in the clients' order. The
