@@ -143,11 +143,6 @@ class Stored:
     load: Callable[[np.dtype[Any]], np.ndarray]
 
     @property
-    def ndim(self) -> int:
-        """Returns the number of axes."""
-        return len(self.shape)
-
-    @property
     def size(self) -> int:
         """Returns the number of elements."""
         return math.prod(self.shape)

@@ -94,9 +94,9 @@ def test_values_are_those_of_the_whole_read_at_once(folder, dtype, blocks):
 
 @pytest.mark.parametrize("blocks", ["unrolled", "scanned"])
 def test_the_host_holds_one_tensor_at_a_time(folder, blocks, monkeypatch):
-    seen, count, whole = [], [], checkpoints.Files.tensor
+    seen, count, whole = [], [], checkpoints.Files.read
 
-    def tensor(self, name, dtype):
+    def read(self, name, dtype):
         # those before are copied, and freed
         assert not [x for x in seen if x() is not None]
         found = whole(self, name, np.dtype(kind)).copy()
@@ -104,7 +104,7 @@ def test_the_host_holds_one_tensor_at_a_time(folder, blocks, monkeypatch):
         count.append(name)
         return found
 
-    monkeypatch.setattr(checkpoints.Files, "tensor", tensor)
+    monkeypatch.setattr(checkpoints.Files, "read", read)
     other = {"float32": "bfloat16", "bfloat16": "float32"}  # a copy in each case
     kind = next(x for x in BOTH if f"/{x}" in folder)
     net = network(folder, base_dtype=other[kind], blocks=blocks)

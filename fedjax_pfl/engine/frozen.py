@@ -16,8 +16,9 @@ from fedjax_pfl.errors import InputError
 from fedjax_pfl.types import Array, Federation, Model, Stored, Task
 
 # arrays that were read and are in use, by where they are: one copy for all runs
-_read: WeakValueDictionary[tuple[Stored, NamedSharding | None], Array]
-_read = WeakValueDictionary()
+_read: WeakValueDictionary[tuple[Stored, NamedSharding | None], Array] = (
+    WeakValueDictionary()
+)
 
 
 def values(task: Task) -> tuple[Array, ...]:

@@ -339,7 +339,7 @@ def _started(whole: Model, base: PyTree, trained: set[Path]) -> dict[Path, Array
 def _divided(path: Path, x: Array) -> int:
     """Returns the axis of a variable that devices divide, -1: each has it whole."""
     stacked = STACK in path
-    weight = path[-1] in ("kernel", "embedding") and x.ndim == 2 + stacked
+    weight = path[-1] in ("kernel", "embedding") and len(x.shape) == 2 + stacked
     axis = DIVIDED.get(path[-2], -1) if weight else -1
     return axis if axis < 0 else axis + stacked
 

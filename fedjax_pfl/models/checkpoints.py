@@ -139,13 +139,12 @@ class Files:
         return next((x for x in (self.prefix + name, name) if x in self._where), None)
 
     def shape(self, name: str) -> list[int]:
-        """Returns the shape of a tensor, without reading it; raises as `tensor`."""
+        """Returns the shape of a tensor, without reading it; raises as `read`."""
         full = self._full(name)
         with self._open(self._where[full]) as opened:
-            shape: list[int] = opened.get_slice(full).get_shape()
-            return shape
+            return list(opened.get_slice(full).get_shape())
 
-    def tensor(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+    def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         """Returns a tensor in this type.
 
         A large one is read in pieces. The pages of a file remain in memory until it is
@@ -166,10 +165,6 @@ class Files:
             with self._open(file) as opened:
                 whole[at] = opened.get_slice(full)[at]
         return whole
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns a tensor in float32; raises as `tensor`."""
-        return self.tensor(name, np.dtype(np.float32))
 
     def _full(self, name: str) -> str:
         full = self.find(name)

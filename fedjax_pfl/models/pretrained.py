@@ -186,8 +186,7 @@ def _stored(
         return value if edit is None else edit(value, files)
 
     def load(dtype: np.dtype[Any]) -> np.ndarray:
-        whole = files.tensor(name, dtype) if edit is None else files.read(name)
-        return arranged(whole)
+        return arranged(files.read(name, dtype if edit is None else np.float32))
 
     stored = files.shape(name)
     # one number in this shape
