@@ -63,8 +63,8 @@ def conversations(folder):
 @pytest.mark.parametrize("packed", ["", " --pack --max_length=64"])
 def test_a_run_scores_the_answers_of_its_clients(packed, tmp_path, capsys):
     given = conversations(tmp_path) + packed
-    flags = f"--algo=local {given} --optimizer=adam --lr=0.01 --rounds=12"
-    flags += f" --metrics=exact_match,rouge_l --eval_every=6 --workdir={tmp_path}/run"
+    flags = f"--algo=local {given} --optimizer=adam --lr=0.01 --rounds=24"
+    flags += f" --metrics=exact_match,rouge_l --eval_every=12 --workdir={tmp_path}/run"
     assert run(*flags.split()) == 0
     shown = capsys.readouterr().out
     assert "exact_match (%)" in shown and "rouge_l (%)" in shown
@@ -72,7 +72,7 @@ def test_a_run_scores_the_answers_of_its_clients(packed, tmp_path, capsys):
     assert clients["pre/exact_match"].to_dict() == {"x": 1, "y": 1}
     table = pd.read_csv(tmp_path / "run/metrics.csv")
     assert table["pre/rouge_l"].dropna().tolist() == [1]
-    assert table["round"][table["pre/exact_match"].notna()].tolist() == [12]
+    assert table["round"][table["pre/exact_match"].notna()].tolist() == [24]
     assert results.load(tmp_path / "run").headline == ("exact_match", "max")
     assert run(f"{tmp_path}/run", command=report.main) == 0
     assert "exact_match (%)" in capsys.readouterr().out
