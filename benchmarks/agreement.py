@@ -3,8 +3,8 @@ weights.
 
     python -m benchmarks.agreement --pfllib=PATH --run=RUN [--markdown]
     python -m benchmarks.agreement --pfllib=PATH --algo=local,fedavg [--markdown]
-    [--model=lenet] [--data_fraction=0.3] [--lr=0.02] [--rounds=20] [--seed=0]
-    [--results=FILE]
+    [--model=lenet] [--data_fraction=0.3] [--lr=0.02] [--rounds=20] [--seeds=0,3,4]
+    [--results=FILE] [--corrected=FILE]
     python -m benchmarks.agreement --htfllib=PATH --run=RUN [--shuffled]
 
 PATH is a checkout of github.com/TsingZ0/PFLlib, or of github.com/TsingZ0/HtFLlib where
@@ -21,16 +21,19 @@ drop a short last batch (--drop_last), and HtFLlib's clients take their batches 
 order in all epochs, but with --shuffled.
 
 With --algo both sides run, each in a process of its own with one thread, for each of
-the methods (`all`: all of `benchmarks.pfllib`): CIFAR-10, 20 clients by Dirichlet 0.1,
-batch 10, an evaluation every second round. The table has the means over the evaluations
-of the last ten rounds. --results keeps what was found, and a method that it has does
-not run again; without --algo its table is printed.
+the methods (`all`: all of `benchmarks.pfllib`) and seeds: CIFAR-10, 20 clients by
+Dirichlet 0.1, batch 10, an evaluation every second round. A score is the mean over the
+evaluations of the last ten rounds; the table has means and standard deviations over the
+seeds. --results keeps what was found, and a seed of a method that it has does not run
+again; without --algo its table is printed, with the differences to a checkout that
+`git apply benchmarks/pfllib_corrected.patch` changed, which --corrected keeps.
 """
 
 import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -43,7 +46,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +82,9 @@ PLAIN |= {
 SCORES = {"fedproto": "pre/proto_acc/micro"}
 SETTING = ("--preset=fedcp_cifar10", "--drop_last", "--eval_every=2")
 RESULTS = "benchmarks/results/agreement.json"
+CORRECTED = "benchmarks/results/agreement_corrected.json"
+# method -> seed -> side -> scores
+Scores = dict[str, dict[str, dict[str, list[float]]]]
 LAST = 10  # rounds, over whose evaluations a mean is taken
 
 
@@ -355,44 +361,83 @@ def compare(
     }
 
 
-def summary(found: dict[str, Any]) -> list[tuple]:
-    """Row of the table: method, score, PFLlib's mean, ours and the difference, in %."""
-    made: list[tuple] = [
-        ("method", "score", "PFLlib", "here", "difference", "what differs")
-    ]
+def spread(values: list[float]) -> str:
+    """Returns the mean and the standard deviation of values, in %."""
+    deviation = f" ± {percent(stdev(values))}" if len(values) > 1 else ""
+    return f"{percent(fmean(values))}{deviation}"
+
+
+def difference(seeds: dict[str, dict[str, list[float]]]) -> str:
+    """Returns the spread over seeds of our mean score less PFLlib's."""
+    pairs = seeds.values()
+    return spread([fmean(x["here"]) - fmean(x["pfllib"]) for x in pairs])
+
+
+def summary(found: Scores, corrected: Scores) -> list[tuple]:
+    """Row of the table: method, score, PFLlib's, ours, the difference, and that to the
+    corrected copy; means and standard deviations over seeds, in %."""
+    columns = "method", "score", "PFLlib", "here", "difference", "corrected copy"
+    made: list[tuple] = [(*columns, "what differs")]
     for name, method in pfllib.METHODS.items():
         if name in found:
-            mean, their = (fmean(found[name][side]) for side in ("here", "pfllib"))
-            numbers = map(percent, (their, mean, mean - their))
+            seeds = found[name]
+            sides = (
+                spread([fmean(x[side]) for x in seeds.values()])
+                for side in ("pfllib", "here")
+            )
+            other = difference(corrected[name]) if name in corrected else ""
+            numbers = (*sides, difference(seeds), other)
             made.append((name, method.score, *numbers, method.differs))
     return made
 
 
 def several(
-    names: list[str], setting: list[str], checkout: str, path: Path
-) -> dict[str, Any]:
-    """Compares those of the methods that a file does not have, adds them to it, and
-    returns all of its methods.
+    names: list[str],
+    seeds: list[str],
+    setting: list[str],
+    checkout: str,
+    path: Path,
+) -> Scores:
+    """Compares methods with those of the seeds that a file does not have, adds them to
+    it, and returns all that it has.
 
     Raises:
       InputError: the file has another setting.
     """
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    stored = stored or {"setting": setting, "methods": {}}
+    stored = _stored(path) or {"setting": setting, "methods": {}}
     if names and stored["setting"] != setting:
         raise InputError(f"{path} has another setting: give another --results.")
-    todo = [name for name in names if name not in stored["methods"]]
+    known = stored["methods"]
     with tempfile.TemporaryDirectory() as folder, pools() as both:
-        for name in todo:
+        for seed, name in itertools.product(seeds, names):
+            if seed in known.get(name, {}):
+                continue
+            given = [*setting, f"--seed={seed}"]
             try:
-                found = compare(name, setting, checkout, folder, both)
+                found = compare(name, given, checkout, f"{folder}/{seed}", both)
             # the libraries' own failures are some of the others
             except (InputError, RuntimeError, ValueError, LookupError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
-            stored["methods"][name] = found
-            path.write_text(json.dumps(stored, indent=1) + "\n")
-    return stored["methods"]
+            known.setdefault(name, {})[seed] = found
+            path.write_text(_lines(stored))
+    return known
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """Returns what a file keeps, nothing if there is none."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _lines(stored: dict[str, Any]) -> str:
+    """Returns results as JSON with a line per method and seed."""
+    parts = []
+    for name, seeds in stored["methods"].items():
+        lines = [f'   "{seed}": {json.dumps(x)}' for seed, x in seeds.items()]
+        parts.append(f'  "{name}": {{\n' + ",\n".join(lines) + "\n  }")
+    setting, methods = json.dumps(stored["setting"]), ",\n".join(parts)
+    return f'{{\n "setting": {setting},\n "methods": {{\n{methods}\n }}\n}}\n'
 
 
 def main(argv) -> None:
@@ -400,7 +445,8 @@ def main(argv) -> None:
     path, names = Path(FLAGS.results), FLAGS.algo
     names = list(pfllib.METHODS) if names == ["all"] else names
     if path.exists() and not (FLAGS.pfllib or FLAGS.htfllib or FLAGS.run):
-        return print(report.table(summary(several([], [], "", path))))
+        kept = (_stored(Path(x))["methods"] for x in (path, FLAGS.corrected))
+        return print(report.table(summary(*kept)))
     mixed = bool(FLAGS.htfllib)
     library = "HtFLlib" if mixed else "PFLlib"
     checkout = os.path.abspath(pytorch.check(FLAGS.htfllib or FLAGS.pfllib, library))
@@ -408,10 +454,10 @@ def main(argv) -> None:
         unknown = set(names) - set(pfllib.METHODS)
         if unknown:
             raise InputError(f"PFLlib's table does not have {sorted(unknown)}.")
-        chosen = ("model", "data_fraction", "rounds", "lr", "seed")
+        chosen = ("model", "data_fraction", "rounds", "lr")
         setting = [*SETTING, *(f"--{x}={FLAGS[x].value}" for x in chosen)]
-        found = several(names, setting, checkout, path)
-        return print(report.table(summary(found)))
+        found = several(names, FLAGS.seeds, setting, checkout, path)
+        return print(report.table(summary(found, {})))
     if not FLAGS.run:
         raise InputError("Give the run's directory, --run, or methods, --algo.")
     run = results.load(FLAGS.run)
@@ -433,7 +479,8 @@ if __name__ == "__main__":
     flags.DEFINE_float("data_fraction", 1.0, "with --algo: part of the examples")
     flags.DEFINE_float("lr", 0.02, "with --algo: learning rate")
     flags.DEFINE_integer("rounds", 20, "with --algo: rounds", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "with --algo: seed", lower_bound=0)
+    flags.DEFINE_list("seeds", ["0"], "with --algo: seeds")
     flags.DEFINE_string("results", RESULTS, "with --algo: where scores are kept")
+    flags.DEFINE_string("corrected", CORRECTED, "those of a corrected copy, to print")
     flags.DEFINE_bool("shuffled", False, "HtFLlib's clients shuffle their batches")
     report.run(main)

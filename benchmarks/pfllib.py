@@ -108,8 +108,7 @@ METHODS = {
         {"fine_tuning_epochs": "fine_tune_epochs"},
         {"fine_tune": "all"},
         settings=("--eval_every=0",),
-        differs="PFLlib fine-tunes the client's model after one more local training "
-        "(corrected copy: 0.76)",
+        differs="PFLlib fine-tunes the client's model after one more local training",
     ),
     "per_fedavg": Method(
         "serverperavg",
@@ -143,8 +142,7 @@ METHODS = {
         "APFL",
         {"alpha": "alpha"},
         {"adaptive": True, "lr_alpha": None},
-        differs="PFLlib trains v alone and replaces it by the mixture after a round "
-        "(corrected copy: 0.02)",
+        differs="PFLlib trains v alone and replaces it by the mixture after a round",
     ),
     "fedamp": Method(
         "serveramp",
@@ -178,8 +176,7 @@ METHODS = {
         "serverfd",
         "FD",
         {"lamda": "gamma"},
-        differs="PFLlib averages logits and takes them for probabilities (corrected "
-        "copy: -0.42)",
+        differs="PFLlib averages logits and takes them for probabilities",
     ),
     "fml": Method(
         "serverfml",
@@ -221,7 +218,7 @@ METHODS = {
         },
         {"scheduler": "cosine", "coef_momentum": 0.0, "start": "common"},
         differs="PFLlib sends the combination in place of the core model, and divides "
-        "the gradient of p by the number of parameters (corrected copy: -0.74)",
+        "the gradient of p by the number of parameters",
     ),
     "gpfl": Method(
         "servergpfl",
@@ -251,7 +248,7 @@ METHODS = {
         "FedCAC",
         {"tau": "tau", "beta": "beta"},
         differs="PFLlib starts the second round from critical parameters of the "
-        "initial model (corrected copy: -0.80)",
+        "initial model",
     ),
     "pfl_da": Method("serverda", "PFL_DA", {"lamda": 1.0}, {"variant": "pfllib"}),
     "fedas": Method(
@@ -267,7 +264,7 @@ METHODS = {
         {"clip": 10.0},
         body_only=True,
         differs="PFLlib indexes prototypes by their order of arrival, not by class, "
-        "and predicts classes that a client does not have (corrected copy: 0.25)",
+        "and predicts classes that a client does not have",
     ),
     "fedpac": Method(
         "serverpac",
@@ -275,7 +272,7 @@ METHODS = {
         {"lamda": "lam"},
         {"head_epochs": 1, "head_lr": 1.0},
         differs="PFLlib combines heads in another order of the clients than their "
-        "statistics (corrected copy: 0.17)",
+        "statistics",
     ),
     "fedmtl": Method(
         "servermtl",

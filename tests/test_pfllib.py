@@ -73,34 +73,41 @@ def test_scores_are_paired_by_round():
     assert tuned[-1][0] == "1, fine-tuned"
 
 
-def test_the_summary_has_the_means():
-    found = {"ditto": {"here": [0.5, 0.7], "pfllib": [0.4, 0.6]}}
-    (row,) = agreement.summary(found)[1:]
-    assert row[:5] == ("ditto", "pre/acc/micro", "50.00", "60.00", "10.00")
+def test_the_summary_has_the_means_and_deviations_over_seeds():
+    ditto = {
+        "0": {"here": [0.5, 0.7], "pfllib": [0.4, 0.6]},
+        "3": {"here": [0.5], "pfllib": [0.46]},
+    }
+    corrected = {"ditto": {"0": {"here": [0.6], "pfllib": [0.61]}}}
+    (row,) = agreement.summary({"ditto": ditto}, corrected)[1:]
+    assert row[:4] == ("ditto", "pre/acc/micro", "48.00 ± 2.83", "55.00 ± 7.07")
+    assert row[4:6] == ("7.00 ± 4.24", "-1.00")
 
 
-def test_a_method_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
+def test_a_seed_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
     ran = []
 
-    def compare(name, *_):
-        ran.append(name)
+    def compare(name, setting, *_):
+        ran.append((name, setting[-1]))
         if name == "fd":
             raise InputError("no.")
         return {"here": [0.5], "pfllib": [0.5]}
 
     monkeypatch.setattr(agreement, "compare", compare)
-    path = tmp_path / "found.json"
-    assert set(agreement.several(["local"], ["--lr=1"], "", path)) == {"local"}
-    found = agreement.several(["local", "fd", "ditto"], ["--lr=1"], "", path)
-    assert set(found) == {"local", "ditto"} and ran == ["local", "fd", "ditto"]
-    assert capsys.readouterr().err == "fd: no.\n"
+    given = (["--lr=1"], "", tmp_path / "found.json")
+    assert set(agreement.several(["local"], ["0"], *given)) == {"local"}
+    found = agreement.several(["local", "fd"], ["0", "3"], *given)
+    assert set(found) == {"local"} and set(found["local"]) == {"0", "3"}
+    assert ran[1:] == [("fd", "--seed=0"), ("local", "--seed=3"), ("fd", "--seed=3")]
+    assert capsys.readouterr().err == "fd: no.\nfd: no.\n"
     with pytest.raises(InputError, match="has another setting"):
-        agreement.several(["local"], ["--lr=2"], "", path)
+        agreement.several(["local"], ["0"], ["--lr=2"], *given[1:])
 
 
 def test_the_page_has_the_table():
     root = Path(__file__).parents[1]
-    stored = json.loads((root / agreement.RESULTS).read_text())
+    paths = (root / x for x in (agreement.RESULTS, agreement.CORRECTED))
+    stored = [json.loads(path.read_text())["methods"] for path in paths]
     page = (root / "docs/comparison.md").read_text()
-    for row in agreement.summary(stored["methods"]):
+    for row in agreement.summary(*stored):
         assert f"| {' | '.join(row)} |" in page
