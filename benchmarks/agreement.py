@@ -445,7 +445,7 @@ def main(argv) -> None:
     path, names = Path(FLAGS.results), FLAGS.algo
     names = list(pfllib.METHODS) if names == ["all"] else names
     if path.exists() and not (FLAGS.pfllib or FLAGS.htfllib or FLAGS.run):
-        kept = (_stored(Path(x))["methods"] for x in (path, FLAGS.corrected))
+        kept = (_stored(Path(x)).get("methods", {}) for x in (path, FLAGS.corrected))
         return print(report.table(summary(*kept)))
     mixed = bool(FLAGS.htfllib)
     library = "HtFLlib" if mixed else "PFLlib"

@@ -65,8 +65,7 @@ METHODS = {
         "serverntd",
         "FedNTD",
         {"beta": "beta", "tau": "tau"},
-        differs="PFLlib averages uniformly, here weighted by examples (corrected copy: "
-        "0.30)",
+        differs="PFLlib averages uniformly, here weighted by examples",
     ),
     "fedgen": Method(
         "servergen",

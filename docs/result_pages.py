@@ -262,7 +262,7 @@ def main() -> None:
         (DOCS / name).write_text(text, encoding="utf-8")
     complete = leaderboard.complete(leaderboard.board())
     if len(complete) > 1:
-        figure = figures.ranks(leaderboard.ranks(complete))
+        figure = figures.ranks(leaderboard.ranks(complete), "settings and seeds")
         figure.savefig(IMAGES / "leaderboard-ranks.png", dpi=100)
 
 

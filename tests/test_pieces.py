@@ -17,7 +17,7 @@ ROWS = 4
 
 
 def task(classes):
-    """What the loss reads of a task."""
+    """A task with the fields that the loss reads."""
     label = jax.ShapeDtypeStruct((LENGTH,), np.int32)
     return types.SimpleNamespace(loss=None, label=label, num_classes=classes)
 

@@ -324,17 +324,22 @@ def partition(
     return figure
 
 
-def ranks(found: significance.Ranks) -> Figure:
+def ranks(found: significance.Ranks, blocks: str = "settings") -> Figure:
     """Draws mean ranks over settings with Nemenyi's critical difference (Demsar, JMLR
     2006): methods whose bars do not overlap differ."""
     figure, ((axes,),) = _grid(1, 1, 5, 1 + 0.28 * len(found.means))
     y, half = np.arange(len(found.means)), found.difference / 2
     style: Any = {"fmt": "o", "capsize": 3, "markersize": 4, "color": PALETTE[0]}
     axes.errorbar(found.means, y, xerr=half, **style)
-    axes.set_yticks(y, [text.proper(str(name)) for name in found.means.index])
+    known = [text.proper(str(name)) for name in found.means.index]
+    labels = [
+        f"{label} ({name})" if known.count(label) > 1 else label
+        for label, name in zip(known, found.means.index, strict=True)
+    ]
+    axes.set_yticks(y, labels)
     axes.invert_yaxis()
     title = f"Friedman p = {found.p:.2g}, critical difference {found.difference:.2f}"
-    xlabel = f"mean rank over {found.settings} settings (1 is best)"
+    xlabel = f"mean rank over {found.settings} {blocks} (1 is best)"
     axes.set(xlabel=xlabel, title=title)
     return figure
 
