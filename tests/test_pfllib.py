@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +83,14 @@ def test_the_summary_has_the_means_and_deviations_over_seeds():
     (row,) = agreement.summary({"ditto": ditto}, corrected)[1:]
     assert row[:4] == ("ditto", "pre/acc/micro", "48.00 ± 2.83", "55.00 ± 7.07")
     assert row[4:6] == ("7.00 ± 4.24", "-1.00")
+
+
+def test_the_corrections_are_a_whole_patch():
+    command = ["git", "apply", "--numstat", "benchmarks/pfllib_corrected.patch"]
+    changed = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, check=True
+    )
+    assert len(changed.stdout.splitlines()) == 11
 
 
 def test_a_seed_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
