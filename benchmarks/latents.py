@@ -3,9 +3,10 @@
     python -m benchmarks.latents RUN
     python -m benchmarks.latents RUN --algo=fedavg,fedrep,ditto --rounds=20
 
-RUN is a run directory. The figures are written to RUN/figures. With flags of `sweep`,
-methods are trained on the latents [z; c] of the run's clients, which are frozen:
-RUN/latents.npz has the posterior means by each client's own encoders.
+RUN is a run directory. Printed are accuracies from few labels, and figures are written
+to RUN/figures. With flags of `sweep`, methods are trained on the latents [z; c] of the
+run's clients, which are frozen: RUN/latents.npz has the posterior means by each
+client's own encoders.
 """
 
 import sys
@@ -27,6 +28,7 @@ from fedjax_pfl.models.vae import DualVAE
 from fedjax_pfl.types import PyTree
 
 PER_CLIENT, SHOWN = 200, 8  # test images of a client, and clients and images drawn
+LABELS, DRAWS = (50, 200, 1000), 5  # labelled images of `few_labels`, and draws of them
 
 
 def models(run: Run) -> tuple[DualVAE, Callable[[int], PyTree]]:
@@ -68,10 +70,7 @@ def probes(of: pd.DataFrame) -> dict[str, float]:
     value, kind_chance and label_chance; silhouette_z and silhouette_c, of the clusters
     by client.
     """
-    from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import silhouette_score
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
 
     order = np.random.default_rng(0).permutation(len(of))
     fit, held = (of.iloc[half] for half in np.array_split(order, 2))
@@ -82,11 +81,44 @@ def probes(of: pd.DataFrame) -> dict[str, float]:
     for name in ("kind", "label"):
         found[f"{name}_chance"] = of[name].value_counts(normalize=True).max()
         for latent in ("z", "c"):
-            model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
-            model.fit(np.stack(fit[latent]), fit[name])
-            score = model.score(np.stack(held[latent]), held[name])
-            found[f"{name}_from_{latent}"] = float(score)
+            halves = ((np.stack(x[latent]), x[name]) for x in (fit, held))
+            found[f"{name}_from_{latent}"] = _linear(*halves)
     return found
+
+
+def few_labels(of: pd.DataFrame) -> pd.DataFrame:
+    """Returns accuracies of linear probes of the digit from z, c, both, and the pixels
+    of test images, by the number of labelled images (`labels`).
+
+    Nobody trained on these images: they stand for those of new clients. Means over
+    draws of the labelled images, each scored on all other images.
+    """
+    given = {x: np.stack(of[x]).reshape(len(of), -1) for x in ("z", "c", "x")}
+    given = {"z": given["z"], "c": given["c"]} | {
+        "z and c": np.hstack([given["z"], given["c"]]),
+        "pixels": given["x"],
+    }
+    y, table = of["label"].to_numpy(), {}
+    for count in (n for n in LABELS if n < len(of)):
+        scores: dict[str, list[float]] = {name: [] for name in given}
+        for draw in range(DRAWS):
+            order = np.random.default_rng(draw).permutation(len(of))
+            few, rest = order[:count], order[count:]
+            for name, x in given.items():
+                scores[name].append(_linear((x[few], y[few]), (x[rest], y[rest])))
+        table[count] = {name: np.mean(found) for name, found in scores.items()}
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("labels")
+
+
+def _linear(fit: tuple[Any, Any], held: tuple[Any, Any]) -> float:
+    """Returns the accuracy on `held` of a logistic regression of standardised rows
+    fitted to `fit`; both are (rows, labels)."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+    return float(model.fit(*fit).score(*held))
 
 
 def figures(run: Run) -> dict[str, Figure]:
@@ -141,6 +173,7 @@ def main() -> None:
         data = [f"--dataset=npz:{run.path / 'latents.npz'}"]
         data += [f"--partition=file:{run.path / 'partition.npz'}"]
         sys.exit(cli.guarded(lambda: sweep.sweep([*data, *flags])))
+    print((100 * few_labels(views(run))).round(1).to_string())
     (run.path / "figures").mkdir(exist_ok=True)
     for name, figure in figures(run).items():
         figure.savefig(run.path / "figures" / f"{name}.png")

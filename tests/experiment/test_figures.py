@@ -204,3 +204,14 @@ def test_probes_find_what_each_latent_holds():
     assert found["kind_from_c"] > 0.95 and found["kind_from_z"] < 0.75
     assert found["kind_chance"] == pytest.approx(2 / 3) and found["label_chance"] == 0.5
     assert found["silhouette_c"] > 0.7 > 0.1 > found["silhouette_z"]
+
+
+def test_few_labels_find_the_digit_where_it_is():
+    """z holds the label, c nothing, and the pixels noise."""
+    rng, label = np.random.default_rng(0), np.tile([0, 1], 60)
+    z = np.stack([label, label * 0], 1) * 5 + rng.normal(size=(120, 2))
+    c, x = rng.normal(size=(120, 2)), rng.normal(size=(120, 2, 2, 1))
+    of = pd.DataFrame({"label": label, "z": list(z), "c": list(c), "x": list(x)})
+    found = latents.few_labels(of).loc[50]
+    assert list(found.index) == ["z", "c", "z and c", "pixels"]
+    assert min(found["z"], found["z and c"]) > 0.95 > 0.65 > max(found[["c", "pixels"]])
