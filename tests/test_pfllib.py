@@ -90,7 +90,7 @@ def test_the_corrections_are_a_whole_patch():
     changed = subprocess.run(
         command, cwd=Path(__file__).parent.parent, capture_output=True, check=True
     )
-    assert len(changed.stdout.splitlines()) == 11
+    assert len(changed.stdout.splitlines()) == 14
 
 
 def test_a_seed_that_is_kept_does_not_run_again(tmp_path, monkeypatch, capsys):
