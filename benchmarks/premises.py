@@ -28,7 +28,7 @@ from fedjax_pfl.algorithms.pfedc.class_groups import columns, task_losses
 from fedjax_pfl.algorithms.pfedc.task_maps import branches
 from fedjax_pfl.experiment import results
 from fedjax_pfl.experiment.results import Run
-from fedjax_pfl.types import PyTree
+from fedjax_pfl.types import Array, PyTree
 
 EXAMPLES = 200  # test examples of a client that are looked at
 
@@ -186,18 +186,19 @@ def conflict(run: Run) -> dict[str, float]:
     of = usual | {name: of[name] for name in usual if name in of}
     b, model = branches(e.task, of["tasks"], of["head"]), e.task.model
 
-    def losses(body: PyTree, x: jax.Array, y: jax.Array) -> jax.Array:
-        mask = jnp.ones(len(y), bool)
+    def losses(body: PyTree, x: Array, y: Array, mask: Array) -> Array:
         w = {**server, "body": body}
         h, _ = model.features(w, x, mask=mask, train=False)
         z = columns(server["head"], h)
         return task_losses(b, z, y, mask, of["task_loss"])[0]
 
+    jacobian = jax.jit(jax.jacrev(losses))
     cosines, ratios = [], []
     for k in range(e.task.num_clients):
-        rows = e.partition.train[k, : min(EXAMPLES, e.partition.train_sizes[k])]
+        rows = e.partition.train[k, :EXAMPLES]  # as many for all clients: one shape
+        mask = jnp.arange(len(rows)) < e.partition.train_sizes[k]
         x, y = e.dataset.prepare(e.dataset.x[rows]), jnp.asarray(e.dataset.y[rows])
-        slopes = jax.tree.leaves(jax.jacrev(losses)(server["body"], x, y))
+        slopes = jax.tree.leaves(jacobian(server["body"], x, y, mask))
         g = np.concatenate([np.asarray(s).reshape(len(s), -1) for s in slopes], axis=1)
         held = np.asarray(b.member) @ np.asarray(e.task.class_counts[k]) > 0
         norms = np.linalg.norm(g, axis=1)
@@ -230,7 +231,7 @@ def main() -> None:
     rows = {}
     for path in sys.argv[1:]:
         run = results.load(path)
-        rows[run.path.name] = MEASURED[run.config["algo"]](run)
+        rows[path] = MEASURED[run.config["algo"]](run)
     table = pd.DataFrame(rows).T
     if len(table) > 1:
         table.loc["mean"] = table.mean()
