@@ -87,32 +87,31 @@ def probes(of: pd.DataFrame) -> dict[str, float]:
 
 
 def few_labels(of: pd.DataFrame) -> pd.DataFrame:
-    """Returns accuracies of linear probes of the digit from z, c, both, and the pixels
-    of test images, by the number of labelled images (`labels`).
+    """Returns accuracies in [0, 1] of linear probes of the digit from z, c, both, and
+    the pixels: a row per number of labelled images, as far as there are more.
 
-    Nobody trained on these images: they stand for those of new clients. Means over
-    draws of the labelled images, each scored on all other images.
+    `of` has test images as `views` has them. Nobody trained on these images: they stand
+    for those of new clients. Means over draws of the labelled images, each scored on
+    all other images.
     """
-    given = {x: np.stack(of[x]).reshape(len(of), -1) for x in ("z", "c", "x")}
-    given = {"z": given["z"], "c": given["c"]} | {
-        "z and c": np.hstack([given["z"], given["c"]]),
-        "pixels": given["x"],
-    }
+    z, c, x = (np.stack(of[name]).reshape(len(of), -1) for name in ("z", "c", "x"))
+    given = {"z": z, "c": c, "z and c": np.hstack([z, c]), "pixels": x}
     y, table = of["label"].to_numpy(), {}
     for count in (n for n in LABELS if n < len(of)):
         scores: dict[str, list[float]] = {name: [] for name in given}
         for draw in range(DRAWS):
             order = np.random.default_rng(draw).permutation(len(of))
             few, rest = order[:count], order[count:]
-            for name, x in given.items():
-                scores[name].append(_linear((x[few], y[few]), (x[rest], y[rest])))
-        table[count] = {name: np.mean(found) for name, found in scores.items()}
+            for name, found in given.items():
+                sides = (found[few], y[few]), (found[rest], y[rest])
+                scores[name].append(_linear(*sides))
+        table[count] = {name: np.mean(each) for name, each in scores.items()}
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("labels")
 
 
 def _linear(fit: tuple[Any, Any], held: tuple[Any, Any]) -> float:
     """Returns the accuracy on `held` of a logistic regression of standardised rows
-    fitted to `fit`; both are (rows, labels)."""
+    fitted to `fit`; both are (rows [n, K], labels [n])."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -121,11 +120,11 @@ def _linear(fit: tuple[Any, Any], held: tuple[Any, Any]) -> float:
     return float(model.fit(*fit).score(*held))
 
 
-def figures(run: Run) -> dict[str, Figure]:
-    """Draws test images above their reconstructions, and t-SNE of both latents."""
+def figures(of: pd.DataFrame) -> dict[str, Figure]:
+    """Draws test images, as `views` has them, above their reconstructions, and t-SNE of
+    both latents."""
     from sklearn.manifold import TSNE
 
-    of = views(run)
     columns = ("x", "decoded")
     few = [rows.head(SHOWN) for _, rows in of.groupby("client")][:SHOWN]
     lines = [rows[name] for rows in few for name in columns]
@@ -173,9 +172,10 @@ def main() -> None:
         data = [f"--dataset=npz:{run.path / 'latents.npz'}"]
         data += [f"--partition=file:{run.path / 'partition.npz'}"]
         sys.exit(cli.guarded(lambda: sweep.sweep([*data, *flags])))
-    print((100 * few_labels(views(run))).round(1).to_string())
+    of = views(run)
+    print((100 * few_labels(of)).round(1).to_string())
     (run.path / "figures").mkdir(exist_ok=True)
-    for name, figure in figures(run).items():
+    for name, figure in figures(of).items():
         figure.savefig(run.path / "figures" / f"{name}.png")
 
 
