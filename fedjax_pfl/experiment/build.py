@@ -99,7 +99,7 @@ def build(config: Config, room: Sequence[int] = federate.ROOM) -> Experiment:
         inputs.check_private(config.data, dataset, folders)
     if dataset.words is not None:
         known = config.data, dataset, partition, folders, private
-        dataset = inputs.vocabulary(*known, config.base)
+        dataset = inputs.vocabulary(*known, config.model.start)
         if public is not None and public.words is not None:
             public = tokens.using(public, dataset.words or ())
     prepared = inputs.preparation_of(config.data, dataset, folders)
@@ -189,7 +189,7 @@ def prepare(
         unmarked, everybody = packing.packed(unmarked, everybody, row_length(data))
     _, of = architectures(model.name, len(names))
     trained, others = draw_unseen(partition.held_out, of, seed, names)
-    unmarked = inputs.columns(data, unmarked, select(everybody, trained))
+    unmarked = inputs.columns(data, unmarked, select(everybody, trained), model.start)
     dataset, kinds = unmarked, tuple[str, ...]()
     if data.marks:
         dataset, kinds = marks.mark(dataset, everybody, seed)

@@ -8,6 +8,7 @@ type, range and choices, as that of a method's hyperparameter.
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Interval
@@ -246,6 +247,21 @@ class Partition(Group):
 BY_FILE = ("val_fraction", "test_split", "alpha", "classes_per_client", "min_size")
 
 
+class Start(NamedTuple):
+    """A run whose network is adapted, or trained further."""
+
+    flag: str
+    run: str
+
+    def __str__(self) -> str:
+        return f"--{self.flag}={self.run}"
+
+    @property
+    def path(self) -> Path:
+        """Returns its directory."""
+        return Path(self.run).expanduser()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(Group):
     """Networks."""
@@ -299,6 +315,12 @@ class Model(Group):
     conv: Literal["auto", "winograd", "fused", "matmul", "packed", "pooled", "xla"] = (
         setting("auto", "algorithm of convolutions", free=True)
     )
+
+    @property
+    def start(self) -> Start | None:
+        """Returns the run whose vocabulary, or columns of a table, the network has."""
+        runs = {"base": self.base, "init_from": self.init_from}
+        return next((Start(flag, run) for flag, run in runs.items() if run), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,33 +44,47 @@ def check_private(data: groups.Data, dataset: Dataset, folders: Sequence[str]) -
         )
 
 
-def columns(data: groups.Data, dataset: Dataset, trained: Partition) -> Dataset:
+def columns(
+    data: groups.Data,
+    dataset: Dataset,
+    trained: Partition,
+    start: groups.Start | None = None,
+) -> Dataset:
     """Returns a table with the numbers of training rows of the clients that train, or
-    of --prepare; other data sets unchanged."""
+    of --prepare, or else of the run that the network starts from; other data sets
+    unchanged."""
     if dataset.cells is None:
         return dataset
+    earlier = None if start is None else recorded(start.path)
+    if data.prepare is None and earlier is not None and earlier.columns:
+        _ordered(str(start), earlier.columns, dataset)
+        for column in earlier.columns:
+            if column.name not in dataset.cells.inputs:
+                raise InputError(
+                    f"{dataset.name} must have the input {column.name} of {start}."
+                )
+        return dataset.prepared_by(earlier.columns)
     if data.prepare is None:
         rows = flat(trained.train, trained.train_sizes)
         return dataset.prepared_by(preparation.fit(dataset.cells, rows))
     if data.prepare == FIXED:
         return dataset.prepared_by(preparation.unfitted(dataset.cells))
     known = _public(f"table:{data.prepare}", data).inputs
-    return dataset.prepared_by(_ordered(data.prepare, known, dataset))
+    return dataset.prepared_by(_ordered(f"--prepare={data.prepare}", known, dataset))
 
 
 def _ordered(
-    path: str, known: Sequence[Column], dataset: Dataset
+    source: str, known: Sequence[Column], dataset: Dataset
 ) -> tuple[Column, ...]:
     """Returns the columns of another table in the order of a data set's inputs."""
     assert dataset.cells is not None
     found = {column.name: column for column in known}
     for name, cells in dataset.cells.inputs.items():
         if name not in found:
-            raise InputError(f"--prepare={path} must have the input {name}.")
+            raise InputError(f"{source} must have the input {name}.")
         if (found[name].categories is None) != (cells.dtype != object):
             raise InputError(
-                f"--prepare={path}: {name} must have the type that it has in "
-                f"{dataset.name}."
+                f"{source}: {name} must have the type that it has in {dataset.name}."
             )
     return tuple(found[name] for name in dataset.cells.inputs)
 
@@ -92,23 +106,23 @@ def vocabulary(
     trained: Partition,
     folders: Sequence[str],
     private: bool,
-    base: str | None = None,
+    start: groups.Start | None = None,
 ) -> Dataset:
     """Returns a data set of tokens with its final vocabulary.
 
     Args:
       folders: of pretrained networks; the vocabulary is that of the first.
       private: the vocabulary of a tokenizer.json is taken whole.
-      base: directory of the run whose network is adapted.
+      start: the run whose network is adapted, or where training starts.
 
     Raises:
-      InputError: the base has no texts, or shorter ones.
+      InputError: that run has no texts, or shorter ones.
     """
-    known = None if base is None else recorded(Path(base).expanduser())
-    if base is not None and known is None:
-        raise InputError(f"--base={base} has no {FILE}: it must be a run of texts.")
+    known = None if start is None else recorded(start.path)
+    if start is not None and known is None:
+        raise InputError(f"{start} has no {FILE}: it must be a run of texts.")
     if known is not None and known.words is None:
-        raise InputError(f"{dataset.name} needs a base of texts, got {base}.")
+        raise InputError(f"{dataset.name} needs a run of texts, got {start}.")
     if known is not None and data.prepare is None:
         return text.like(dataset, known.words or (), known.max_length or 0)
     if folders:
@@ -126,7 +140,7 @@ def vocabulary(
     if known is None:
         return text.using(dataset, words)
     if tuple(words) != known.words:
-        raise InputError("--prepare gives other tokens than --base has: leave it out.")
+        raise InputError(f"--prepare gives other tokens than {start}: leave it out.")
     return text.like(dataset, words, known.max_length or 0)
 
 

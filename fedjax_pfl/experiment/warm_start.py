@@ -26,39 +26,46 @@ def first_state(e: Experiment) -> RunState:
     """
     if e.config.init_from is None:
         return e.fetch(e.program.init(e.key, e.traced))
-    path, taken = str(e.config.init_from), set[str]()
+    path, taken, unfit = str(e.config.init_from), set[str](), set[str]()
     before, _, state = restored(path)
     old = state.method
     shared = old.server if isinstance(old.server, dict) else {}
 
     def warm(init: Callable[[Array], PyTree]) -> Callable[[Array], PyTree]:
-        return lambda key: overlaid(init(key), shared, taken)
+        return lambda key: overlaid(init(key), shared, taken, unfit)
 
     models = [model._replace(init=warm(model.init)) for model in e.task.models]
     task = e.task._replace(models=tuple(models))
     program = make_program(e.config, task, e.schedule)
     state = program.unplace(program.init(e.key, as_arrays(program.traced)))
-    state = state._replace(method=overlaid(state.method, old, taken))
+    state = state._replace(method=overlaid(state.method, old, taken, unfit))
     if not taken:
         raise InputError(f"--init_from={path} has no variables of this run's shapes.")
     new = [x for x in map(_name, _leaves(state.method)) if x not in taken]
     if new and before.config.algo == e.config.algo:
         logging.warning("Not in %s, so new: %s.", path, ", ".join(new))
+    if unfit:
+        names = ", ".join(sorted(unfit))
+        logging.warning("Of another shape in %s, so new: %s.", path, names)
     return jax.device_get(state)
 
 
-def overlaid(tree: PyTree, other: PyTree, taken: set[str]) -> PyTree:
+def overlaid(tree: PyTree, other: PyTree, taken: set[str], unfit: set[str]) -> PyTree:
     """Returns a tree with the leaves of another one where name, shape and type agree.
 
     Args:
       taken: gets the names of these leaves.
+      unfit: gets those of leaves that have the name alone.
     """
     known = {_name(pair): pair[1] for pair in _leaves(other)}
 
     def choose(path: Any, leaf: Any) -> Any:
         name = _name((path, leaf))
         theirs = known.get(name)
-        if theirs is None or theirs.shape != leaf.shape or theirs.dtype != leaf.dtype:
+        if theirs is None:
+            return leaf
+        if theirs.shape != leaf.shape or theirs.dtype != leaf.dtype:
+            unfit.add(name)
             return leaf
         taken.add(name)
         return jnp.asarray(theirs)

@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from experiment.runs import SMALL, rows, run
 from fedjax_pfl import experiment, simulate
 from fedjax_pfl.data import partition
 from fedjax_pfl.errors import InputError
-from fedjax_pfl.experiment import callbacks, results, warm_start
+from fedjax_pfl.experiment import callbacks, inputs, results, warm_start
 from fedjax_pfl.experiment.build import build, check_growth
 from fedjax_pfl.experiment.config import BY_FILE, Config
 from fedjax_pfl.experiment.run_directory import BEST, RunDirectory
@@ -59,12 +60,48 @@ def test_a_run_starts_from_the_variables_of_another(tmp_path):
         assert first_row["pre/acc"] == last
 
 
+def test_a_run_of_texts_or_a_table_starts_with_the_inputs_of_the_other(tmp_path):
+    said, more = tmp_path / "a.json", tmp_path / "b.json"
+    said.write_text(json.dumps({"x": "abcdef" * 9, "y": "fedcba" * 9}))
+    more.write_text(json.dumps({"x": "fcz" * 9, "y": "zcf" * 9}))
+    table, other = tmp_path / "a.csv", tmp_path / "b.csv"
+    rows = [f"{i},{'uv'[i % 2]},{i % 2}" for i in range(20)]
+    table.write_text("\n".join(["age,kind,label", *rows]))
+    rows = [f"{'vw'[i % 2]},{i % 2},{7 * i}" for i in range(20)]
+    other.write_text("\n".join(["kind,label,age", *rows]))
+    given = {"clients": 2, "rounds": 1, "partition": "iid", "val_fraction": 0.0}
+    for kind, first, second, model in (
+        ("text", said, more, "gru"),
+        ("table", table, other, "mlp"),
+    ):
+        run = tmp_path / kind
+        config = CONFIG.replace(
+            **given, dataset=f"{kind}:{first}", model=model, data_fraction=1.0
+        )
+        if kind == "text":
+            config = config.replace(max_length=9)
+        else:
+            config = config.replace(categories="onehot")
+        execute([RunDirectory(run)], [config])
+        known = inputs.recorded(run)
+        later = config.replace(dataset=f"{kind}:{second}", init_from=str(run))
+        e = build(later)
+        assert e.preparation.words == known.words
+        assert e.preparation.columns == known.columns
+        warm_start.first_state(e)
+    short = tmp_path / "c.csv"
+    short.write_text("\n".join(["kind,label", *(f"u,{i % 2}" for i in range(20))]))
+    with pytest.raises(InputError, match=r"must have the input age of --init_from="):
+        build(later.replace(dataset=f"table:{short}"))
+
+
 def test_leaves_of_other_names_or_shapes_are_new():
-    taken = set()
+    taken, unfit = set(), set()
     tree = {"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(1)}
     other = {"a": np.ones(2), "b": np.ones(4), "d": np.ones(1)}
-    found = warm_start.overlaid(tree, other, taken)
+    found = warm_start.overlaid(tree, other, taken, unfit)
     assert taken == {"a"} and not found["b"].any() and not found["c"].any()
+    assert unfit == {"b"}
     assert found["a"].tolist() == [1, 1]
 
 
