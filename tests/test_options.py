@@ -37,6 +37,7 @@ OTHER = {
     "public_size": [5],
     "tasks": ["consecutive:2"],
     "embedding": [4],  # not those of 5 clients
+    "rank_min": [2],  # of a rank of 3, which is flora's default
 }
 # What None stands for, where it is not another training.
 NONE = {
