@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from scipy.special import erf, softmax
 
 from fedjax_pfl import models, simulate, testing
@@ -442,3 +443,23 @@ def test_texts_take_the_vocabulary_and_the_length_of_a_base():
     assert found.words == words and found.x.tolist() == [[3, 1, 0]]
     with pytest.raises(InputError, match="give --max_length=3"):
         text.like(texts(("", "?", "bad"), (2, 2, 2, 2)), words, 3)
+
+
+def dots(jaxpr):
+    """Yields the types of the operands of all matrix products."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield tuple(str(x.aval.dtype) for x in eqn.invars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from dots(inner)
+
+
+@pytest.mark.parametrize("name", ["fasttext", "gru", "transformer"])
+def test_texts_are_computed_in_the_type_of_the_body(name):
+    options = {"vocabulary": 9, "input_dtype": jnp.int32, "compute_dtype": "bfloat16"}
+    model = models.model(name, (5,), 3, **options)
+    x = jnp.ones((2, 5), jnp.int32)
+    traced = jax.make_jaxpr(lambda w: model.features(w, x)[0])(
+        model.init(jax.random.key(0))
+    )
+    assert set(dots(traced.jaxpr)) == {("bfloat16", "bfloat16")}

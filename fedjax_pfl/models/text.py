@@ -153,7 +153,7 @@ class Tokens(nnx.Module):
         """
         small = nnx.initializers.normal(0.02, jnp.float32)
         width = layout.width
-        self.embedding = nnx.Embed(vocabulary, width, embedding_init=small, rngs=rngs)
+        self.embedding = embedding(vocabulary, width, rngs, small)
         if not layout.rotary:
             self.places = nnx.Param(small(rngs.params(), (length, width)))
         self.drop = nnx.Dropout(layout.rate)
@@ -309,10 +309,18 @@ def unpacked(x: Array) -> tuple[Array, Array]:
     return jnp.where(first, ~x, x), jax.lax.cummax(start, axis=1)
 
 
-def embedding(vocabulary: int, features: int, rngs: nnx.Rngs) -> nnx.Embed:
-    """Returns an embedding [V, K] with PyTorch's initialisation, N(0, 1)."""
-    normal = nnx.initializers.normal(1.0, jnp.float32)
-    return nnx.Embed(vocabulary, features, embedding_init=normal, rngs=rngs)
+def embedding(
+    vocabulary: int,
+    features: int,
+    rngs: nnx.Rngs,
+    init: nnx.Initializer | None = None,
+) -> nnx.Embed:
+    """Returns an embedding [V, K], by default with PyTorch's initialisation N(0, 1)."""
+    init = nnx.initializers.normal(1.0, jnp.float32) if init is None else init
+    made = nnx.Embed(vocabulary, features, embedding_init=init, rngs=rngs)
+    # Flax's type is that of the first table: in bfloat16 all features were float32.
+    made.dtype = None
+    return made
 
 
 def check_tokens(name: str, shape: Shape, vocabulary: int | None) -> int:
