@@ -34,6 +34,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # with the layout, in which S(1) is a TPU's on-chip memory
 _SHAPE = re.compile(r"\b(pred|[sufb]f?\d+)\[([\d,]*)\](\{[^}]*S\(1\)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|\w+_computation=%?([\w.\-]+))"
@@ -61,6 +63,8 @@ class Part(NamedTuple):
 
     kind: str
     trips: int | None  # how often a turn of the surrounding part executes it
+    loop: str  # the innermost loop around it of unknown length
+    turns: int  # how often a turn of that loop executes it
     cost: float  # what has an estimate or was counted
     counted: float  # the share of `cost` that was counted by instruction bundles
     # by bundles and bytes only, on a GPU by bytes; estimates where there are none
@@ -71,21 +75,39 @@ class Part(NamedTuple):
 
 def parse(text: str) -> tuple[str, dict[str, list[Operation]]]:
     """Returns the name of the entry computation and all computations by name."""
-    found: dict[str, list[Operation]] = {}
+    lines: dict[str, list[tuple[str, str]]] = {}
     entry, here = "", ""
     for line in text.split("\n"):
         if header := _HEADER.match(line):
             here = header[2]
-            found[here] = []
+            lines[here] = []
             entry = here if header[1] else entry
         elif here and (match := _OPERATION.match(line)):
-            found[here].append(_operation(match[1], match[2]))
+            lines[here].append((match[1], match[2]))
+    lengths = {
+        name: _CONSTANT.findall("\n".join(f"= {x}" for _, x in rows))
+        for name, rows in lines.items()
+    }
+    found = {
+        name: [_operation(*line, lengths) for line in rows]
+        for name, rows in lines.items()
+    }
     return entry, {name: _with_operands(rows) for name, rows in found.items()}
 
 
-def _operation(name: str, text: str) -> Operation:
+def _trips(text: str, lengths: dict[str, list[str]]) -> int | None:
+    """Returns the length of a loop: what the compiler states, or the one constant of
+    its condition."""
+    if known := _TRIPS.search(text):
+        return int(known[1])
+    condition = _CONDITION.search(text)
+    found = lengths.get(condition[1], []) if condition else []
+    return int(found[0]) if len(found) == 1 else None
+
+
+def _operation(name: str, text: str, lengths: dict[str, list[str]]) -> Operation:
     opcode, estimate = _OPCODE.search(text), _ESTIMATE.search(text)
-    trips, target, where = _TRIPS.search(text), _TARGET.search(text), _NAME.search(text)
+    target, where = _TARGET.search(text), _NAME.search(text)
     branches = [a or b for a, b in _BRANCHES.findall(text)]
     split = [name.strip(" %") for group in branches for name in group.split(",")]
     results = _SHAPE.findall(text[: opcode.start(1)] if opcode else text)
@@ -99,7 +121,7 @@ def _operation(name: str, text: str) -> Operation:
         sum(map(_bytes, results)),
         max(map(_elements, results), default=0) <= REGISTER,
         tuple(_OPERAND.findall(operands)),
-        int(trips[1]) if trips else None,
+        _trips(text, lengths),
         tuple(split or _CALLED.findall(text)),
         target[1] if target else "",
     )
@@ -197,16 +219,20 @@ class Costs:
     def parts(self) -> list[Part]:
         """All parts, the outermost first."""
         found: list[Part] = []
-        self._visit(self.entry, 1, found)
+        self._visit(self.entry, 1, self.entry, 1, found)
         return found
 
-    def _visit(self, name: str, trips: int | None, found: list[Part]) -> None:
+    def _visit(
+        self, name: str, trips: int | None, loop: str, turns: int, found: list[Part]
+    ) -> None:
+        loop, turns = (name, 1) if trips is None else (loop, turns * trips)
         position = len(found)
         rows, missing, counted, bundled = [], [], 0.0, 0.0
         for op in self.computations[name]:
             if op.opcode in ("while", "conditional", "call"):
+                inner = op.trips if op.opcode == "while" else 1
                 for called in op.called:
-                    self._visit(called, op.trips if op.opcode == "while" else 1, found)
+                    self._visit(called, inner, loop, turns, found)
             elif (cost := self._cost(op)) is not None:
                 rows.append((cost, op))
                 counted += cost if op.estimate is None else 0
@@ -217,7 +243,8 @@ class Costs:
         cost = sum(cost for cost, _ in rows)
         if rows or missing:
             kind = self._kind(name, len(found) > position)
-            part = Part(kind, trips, cost, counted, bundled, rows, missing)
+            costs = cost, counted, bundled
+            part = Part(kind, trips, loop, turns, *costs, rows, missing)
             found.insert(position, part)
 
     def _cost(self, op: Operation) -> float | None:
@@ -240,6 +267,12 @@ class Costs:
         if any("transpose(" in where for where in names):
             return "local step"
         return "epoch" if has_parts else "pass over data"
+
+
+def step(parts: list[Part]) -> float:
+    """Returns the cost of a local step with the loops in it, all of known length."""
+    loop = next(part.loop for part in parts if part.kind == "local step")
+    return sum(part.turns * part.cost for part in parts if part.loop == loop)
 
 
 def _is_free(op: Operation) -> bool:

@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fedjax_pfl import simulate, testing
@@ -38,7 +39,11 @@ MODELS = {
     | {"tie_word_embeddings": False},
     "llama3-1b": _LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-    # of two blocks, for tests
+    # 60 million parameters
+    "llama-60m": _LLAMA
+    | {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 10}
+    | {"num_attention_heads": 10, "num_key_value_heads": 10, "vocab_size": 16_000},
+    # of two blocks
     "llama-tiny": _LLAMA
     | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     | {"vocab_size": 1024},
@@ -53,8 +58,9 @@ class Absent:
         """Finds nothing."""
 
 
-def network(name: str, length: int, rank: int = 8) -> Model:
-    """Returns a model with LoRA whose base are shapes, held in bfloat16."""
+def network(name: str, length: int, rank: int = 8, *, drawn: bool = False) -> Model:
+    """Returns a model with LoRA whose base are shapes, held in bfloat16; or is drawn,
+    in float32."""
     settings = MODELS[name]
     family = families.TYPES["llama"](Config(settings), Absent())  # type: ignore[arg-type]
     words = settings["vocab_size"]
@@ -62,8 +68,10 @@ def network(name: str, length: int, rank: int = 8) -> Model:
         "positions": length,
         "vocabulary": words,
         "input_dtype": jnp.int32,
-        "compute_dtype": "bfloat16",
     }
+    if drawn:
+        return adapted(family.factory, lora(rank), (length,), words, **options)
+    options["compute_dtype"] = "bfloat16"
     plain = nnx_model.model(family.factory, (length,), words, **options)
     base = jax.eval_shape(plain.init, jax.random.key(0))
     options |= {"base_dtype": "bfloat16", "blocks": "rematerialised", "base": base}
@@ -130,6 +138,24 @@ def program(
 ) -> Program:
     """Returns the program of a method; `layout` has width, devices and base_devices."""
     return simulate.program(algo, task(name, clients, length), checked=False, **layout)
+
+
+def weights(model: Model) -> int:
+    """Returns the size of the frozen weights that a token is multiplied with, which
+    include a tied embedding as the last layer."""
+    assert model.frozen is not None
+    flat = traverse_util.flatten_dict(model.frozen.values)
+    tied = not any("unembed" in path for path in flat)
+    names = ("kernel", "embedding") if tied else ("kernel",)
+    return sum(x.size for path, x in flat.items() if path[-1] in names)
+
+
+def products(program: Program) -> int:
+    """Returns the operations of a token in the products of a local step with the
+    weights of the base: forwards, again in the derivative, and the derivative by the
+    inputs."""
+    assert program.task is not None
+    return 3 * 2 * weights(program.task.model)
 
 
 def collectives(text: str) -> Counter[str]:

@@ -53,6 +53,41 @@ def test_parts_of_a_program_and_what_lacks_a_cost(tmp_path):
     assert compiled.missing([round, step]) == "sort"
 
 
+LOOPS = """%layer.1 (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %fusion.1 = f32[8,128]{1,0} fusion(%p), metadata={op_name="loop_over_batches/transpose(jvp())/mul"}, backend_config={"estimated_cycles":"3"}
+}
+
+%few.1 (p: (s32[], f32[8,128])) -> pred[] {
+  %four = s32[]{:T(128)} constant(4), metadata={op_name="a"}
+  ROOT %lt = pred[] compare(%p, %four), direction=LT
+}
+
+%step.1 (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %fusion.2 = f32[8,128]{1,0} fusion(%p), metadata={op_name="loop_over_batches/transpose(jvp())/add"}, backend_config={"estimated_cycles":"5"}
+  %while.1 = f32[8,128]{1,0} while(%p), condition=%few.1, body=%layer.1
+}
+
+%many.1 (p: (s32[], s32[])) -> pred[] {
+  ROOT %lt = pred[] compare(%p, %p), direction=LT
+}
+
+ENTRY %main.1 (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %while.2 = f32[8,128]{1,0} while(%x), condition=%many.1, body=%step.1
+  ROOT %copy = f32[8,128]{1,0} copy(%x), backend_config={"estimated_cycles":"9"}
+}
+"""
+
+
+def test_a_local_step_has_its_loops_of_known_length():
+    parts = compiled.Costs(LOOPS, {}, 1.0).parts
+    trips = [(part.kind, part.trips) for part in parts]
+    assert trips == [("round", 1), ("local step", None), ("local step", 4)]
+    assert compiled.step(parts) == 5 + 4 * 3
+
+
 def test_collectives_are_counted_in_bytes():
     text = """  %a = bf16[4,8]{1,0} all-reduce(%x), replica_groups={}
   %b = f32[2,3]{1,0} all-gather-start(%y), dimensions={0}
