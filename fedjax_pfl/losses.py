@@ -22,7 +22,7 @@ Loss = Callable[[Array, Array, Array], Array]
 # of the four Gaussian kernels of `mmd`, as in FedCP's code
 VARIANCES = (10.0, 15.0, 20.0, 50.0)
 # logits of a batch, beyond which they are computed in pieces of at most as many
-PIECE = 2**23
+PIECE = 2**24
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
