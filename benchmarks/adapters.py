@@ -4,9 +4,12 @@ one process.
 
     python -m benchmarks.adapters memory    # 1,000 clients, on shapes alone
     python -m benchmarks.adapters products v5e    # or h100; compiles ahead of time
-    python -m benchmarks.adapters speed [clients [batch]]    # needs transformers, peft
+    python -m benchmarks.adapters speed [NAME [clients [batch [turns]]]]
+
+NAME is vit, llama-tiny or llama-60m; `speed` needs transformers and peft.
 """
 
+import functools
 import os
 import statistics
 import sys
@@ -18,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import ahead, compiled
+from benchmarks import ahead, compiled, language, report
 from fedjax_pfl import models, simulate, testing
 from fedjax_pfl.engine import contract, memory, xla
 from fedjax_pfl.kernels.platform import on
@@ -30,6 +33,7 @@ CLASSES, RANK = 10, 8
 SIDE, PATCH = 32, 4
 WIDTH, DEPTH, HEADS = 192, 12, 3
 LR = 0.01
+TOKENS = 128
 
 
 def vit_tiny(input_shape: tuple[int, ...], num_classes: int, rngs: Any) -> nets.Net:
@@ -105,26 +109,41 @@ def show_memory(clients: int = 1000, width: int = 4, cohort: float = 0.02) -> No
         print(f"{name} ({each / 4:,.0f} parameters per client): {text}", flush=True)
 
 
+def images(clients: int, batch: int, steps: int) -> tuple[Task, np.ndarray, np.ndarray]:
+    """Returns the task of ViT-Tiny with LoRA, and random images and labels."""
+    x = np.random.default_rng(0).normal(size=(clients * batch * steps, SIDE, SIDE, 3))
+    given = task(adapted(), clients, batch, steps)
+    return given, x.astype(np.float32), np.zeros(len(x), np.int32)
+
+
+def texts(
+    name: str, clients: int, batch: int, steps: int
+) -> tuple[Task, np.ndarray, np.ndarray]:
+    """Returns the task of a Llama with LoRA, random texts and their next tokens."""
+    model = language.network(name, TOKENS, RANK, drawn=True)
+    given = language.task(name, clients, TOKENS, batch, model)
+    given = given._replace(lr=LR, epochs=None, steps=steps)
+    size, words = clients * batch * steps, language.MODELS[name]["vocab_size"]
+    rows = np.random.default_rng(0).integers(words, size=(size, TOKENS + 1))
+    return given, rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
+
+
 def ours(
-    clients: int, batch: int, steps: int, width: int, devices: int
+    given: Task, x: np.ndarray, y: np.ndarray, width: int, devices: int
 ) -> Callable[[], None]:
     """Returns a round of all clients' local steps."""
-    given = task(adapted(), clients, batch, steps)
     program = simulate.program(
         "local", given, width=width, devices=devices, checked=False
     )
-    rng = np.random.default_rng(0)
+    clients = given.num_clients
+    own = jnp.arange(len(x), dtype=jnp.int32).reshape(clients, -1)
+    sizes = jnp.full(clients, own.shape[1], jnp.int32)
     f = contract.abstract(given)
-    n = clients * batch * steps
-    x = jnp.asarray(rng.normal(size=(n, SIDE, SIDE, 3)), jnp.float32)
-    own = jnp.arange(n, dtype=jnp.int32).reshape(clients, -1)
-    test = own[:, :1]
-    sizes = jnp.full(clients, batch * steps, jnp.int32)
     f = f._replace(
-        examples=f.examples._replace(x=x, y=jnp.zeros(n, jnp.int32)),
+        examples=f.examples._replace(x=jnp.asarray(x), y=jnp.asarray(y)),
         train=f.train._replace(index=own, size=sizes),
         val=f.val._replace(index=own[:, :0], size=0 * sizes),
-        test=f.test._replace(index=test, size=0 * sizes + 1),
+        test=f.test._replace(index=own[:, :1], size=0 * sizes + 1),
         class_counts=jnp.asarray(given.class_counts, jnp.int32),
     )
     f = simulate.with_frozen(f, given)._replace(placement=program.placement)
@@ -142,12 +161,17 @@ def ours(
     return run
 
 
-def theirs(clients: int, batch: int, steps: int) -> Callable[[], None]:
-    """Returns the same steps in PyTorch with peft, one client after the other."""
+def their_network(name: str) -> Any:
+    """Returns a network of transformers with peft's LoRA."""
     import peft
-    import torch
     import transformers
 
+    given: dict[str, Any] = {"r": RANK, "lora_alpha": 2 * RANK}
+    if name != "vit":
+        config = transformers.LlamaConfig(**language.MODELS[name], use_cache=False)
+        given["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        plain = transformers.LlamaForCausalLM(config)
+        return peft.get_peft_model(plain, peft.LoraConfig(**given))
     config = transformers.ViTConfig(
         hidden_size=WIDTH,
         num_hidden_layers=DEPTH,
@@ -157,30 +181,40 @@ def theirs(clients: int, batch: int, steps: int) -> Callable[[], None]:
         patch_size=PATCH,
         num_labels=CLASSES,
     )
-    lora = peft.LoraConfig(
-        r=RANK,
-        lora_alpha=2 * RANK,
-        target_modules=list(_targets(transformers.ViTForImageClassification(config))),
-        modules_to_save=["classifier"],
-    )
-    net = peft.get_peft_model(transformers.ViTForImageClassification(config), lora)
+    plain = transformers.ViTForImageClassification(config)
+    given["target_modules"] = list(_targets(plain))
+    given["modules_to_save"] = ["classifier"]
+    return peft.get_peft_model(plain, peft.LoraConfig(**given))
+
+
+def theirs(name: str, x: np.ndarray, y: np.ndarray, batch: int) -> Callable[[], None]:
+    """Returns the same steps in PyTorch with peft, one client after the other.
+
+    Args:
+      x: examples [clients, n, ...], images channels first.
+      y: labels [clients, n, ...].
+    """
+    import torch
+
+    net = their_network(name)
     trained = [p for p in net.parameters() if p.requires_grad]
     print(f"peft trains {sum(p.numel() for p in trained):,} parameters", flush=True)
-    rows = [[p.detach().clone() for p in trained] for _ in range(clients)]
-    x = torch.randn(clients, steps, batch, 3, SIDE, SIDE)
-    y = torch.zeros(batch, dtype=torch.long)
+    rows = [[p.detach().clone() for p in trained] for _ in x]
+    given, labels = torch.as_tensor(x), torch.as_tensor(y, dtype=torch.long)
     loss = torch.nn.CrossEntropyLoss()
     net.train()
 
     def run() -> None:
-        for i in range(clients):
+        for i in range(len(rows)):
             with torch.no_grad():
                 for p, mine in zip(trained, rows[i], strict=True):
                     p.copy_(mine)
             rule = torch.optim.SGD(trained, lr=LR)
-            for batch_of in x[i]:
+            parts = given[i].split(batch), labels[i].split(batch)
+            for some, right in zip(*parts, strict=True):
                 rule.zero_grad(set_to_none=True)
-                loss(net(pixel_values=batch_of).logits, y).backward()
+                logits = net(some).logits
+                loss(logits.reshape(-1, logits.shape[-1]), right.reshape(-1)).backward()
                 rule.step()
             rows[i] = [p.detach().clone() for p in trained]
 
@@ -193,25 +227,37 @@ def _targets(net: Any) -> set[str]:
     return {name for name in names if "attention" in name}
 
 
-def show_speed(clients: int = 20, batch: int = 4, steps: int = 1) -> None:
-    """Prints client steps per second of both, in turns."""
+def show_speed(
+    name: str = "vit", clients: int = 20, batch: int = 4, turns: int = 11
+) -> None:
+    """Prints client steps per second of both, in turns, and of a Llama its tokens and
+    the share of the peak that its products with the base take."""
+    made = images if name == "vit" else functools.partial(texts, name)
+    given, x, y = made(clients, batch, 1)
     runs = {
-        f"width {w} on {d} CPU devices": ours(clients, batch, steps, w, d)
+        f"width {w} on {d} CPU devices": ours(given, x, y, w, d)
         for d in sorted({1, jax.device_count()})
         for w in (1, clients // d)
     }
-    runs["PyTorch and peft, one client after the other"] = theirs(clients, batch, steps)
+    rows = np.moveaxis(x, -1, 1) if name == "vit" else x
+    own = (a.reshape(clients, batch, *a.shape[1:]) for a in (rows, y))
+    runs["PyTorch and peft, one client after the other"] = theirs(name, *own, batch)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(12):
-        for name, run in runs.items():
+    for turn in range(turns + 1):
+        for label, run in runs.items():
             begin = time.perf_counter()
             run()
             if turn:  # the first compiles
-                seconds[name].append(time.perf_counter() - begin)
-    for name, found in seconds.items():
-        rate = clients * steps / statistics.median(found)
-        each = ", ".join(f"{clients * steps / s:.2f}" for s in found)
-        print(f"{name}: {rate:.2f} client steps/s ({each})", flush=True)
+                seconds[label].append(time.perf_counter() - begin)
+    for label, found in seconds.items():
+        rate = clients / statistics.median(found)
+        each = ", ".join(f"{clients / s:.2f}" for s in found)
+        print(f"{label}: {rate:.2f} client steps/s ({each})", flush=True)
+        if name != "vit":
+            count = rate * batch * TOKENS
+            done = 4 * language.weights(given.model) * count / 1e9
+            print(f"  {count:,.0f} tokens/s, {done:.0f} GFLOP/s in those products")
+    print(f"peak of products: {report.matmul_peak():.0f} GFLOP/s")
 
 
 def show_products(name: str, clients: int = 20, batch: int = 4) -> None:
@@ -241,7 +287,8 @@ def show_products(name: str, clients: int = 20, batch: int = 4) -> None:
 if __name__ == "__main__":
     what, *values = sys.argv[1:]
     xla.split_cpu()
-    if what == "products":
-        show_products(*values)
+    if what == "memory":
+        show_memory(*map(int, values))
     else:
-        {"memory": show_memory, "speed": show_speed}[what](*map(int, values))
+        show = {"products": show_products, "speed": show_speed}[what]
+        show(*values[:1], *map(int, values[1:]))
