@@ -27,7 +27,14 @@ from absl import flags
 from jax.experimental import topologies
 
 from benchmarks import language, report, setting
-from benchmarks.compiled import Costs, Part, bundles, missing, step
+from benchmarks.compiled import (
+    Costs,
+    Part,
+    bundles,
+    float32_products,
+    missing,
+    step,
+)
 from fedjax_pfl import simulate
 from fedjax_pfl.engine.program import Program
 from fedjax_pfl.engine.rounds import free_layouts
@@ -237,14 +244,15 @@ def estimate(
 
 
 LANGUAGE = ("model", "clients x base", "width", "tokens", "arguments GiB")
-LANGUAGE += ("temporaries GiB", "step ms", "of the peak")
+LANGUAGE += ("temporaries GiB", "step ms", "of the peak", "float32 products")
 LANGUAGE += ("MB of each collective", "compile s")
 
 
 def language_row(target: Target, where: Path, model: str) -> tuple:
     """Compiles the round of a language model over devices; returns its row: memory of a
-    device, the time of a step of `width` clients without collectives, the time of its
-    products with the base at the peak, relative to that, and what collectives move."""
+    device, of a TPU the time of a step of `width` clients without collectives, the time
+    of its products with the base at the peak, relative to that, and what collectives
+    move."""
     count, base = FLAGS.devices, FLAGS.base_devices
     width, length = FLAGS.width or 4, FLAGS.length
     groups = count // base
@@ -264,16 +272,22 @@ def language_row(target: Target, where: Path, model: str) -> tuple:
     result = Result(costs.parts, *sizes, time.time() - begin)
     if FLAGS.top:
         show(target, result, FLAGS.top)
-    seconds = step(result.parts) / target.units
-    least = language.products(made) * width * length / base / target.flops
+    wide, products = float32_products(text)
+    if FLAGS.top:
+        print("\n".join(f"float32: {where}" for where in sorted(set(wide))))
+    times: tuple[str | None, ...] = (None, None)
+    if kind == "tpu":  # a GPU's attention has no estimate that could be true
+        seconds = step(result.parts) / target.units
+        least = language.products(made) * width * length / base / target.flops
+        times = f"{1000 * seconds:.0f}", f"{least / seconds:.0%}"
     return (
         model,
         f"{groups} x {base}",
         str(width),
         str(length),
         *(f"{x / 2**30:.2f}" for x in sizes),
-        f"{1000 * seconds:.0f}",
-        f"{least / seconds:.0%}",
+        *times,
+        f"{len(wide)} of {products}",
         ", ".join(f"{kind} {x / 1e6:,.0f}" for kind, x in sorted(moved.items())),
         f"{result.seconds:.0f}",
     )

@@ -7,6 +7,7 @@ counted by their final instruction bundles; operations that remain are named.
 import functools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class Operation(NamedTuple):
     opcode: str
     where: str  # the name of the traced operation
     estimate: float | None  # cycles of a TPU, microseconds of a GPU
+    dtype: str  # of the first result
     shape: tuple[int, ...]  # of the first result
     bytes: int  # of results and operands in the device's main memory
     small: bool  # fits into one vector register of a TPU
@@ -117,6 +119,7 @@ def _operation(name: str, text: str, lengths: dict[str, list[str]]) -> Operation
         opcode[1] if opcode else "",
         where[1] if where else "",
         float(estimate[1]) if estimate else None,
+        results[0][0] if results else "",
         _sides(results[0]) if results else (),
         sum(map(_bytes, results)),
         max(map(_elements, results), default=0) <= REGISTER,
@@ -135,16 +138,32 @@ def _with_operands(rows: list[Operation]) -> list[Operation]:
     ]
 
 
-def products(text: str) -> list[list[tuple[int, ...]]]:
-    """Returns the shapes of the operands of each matrix product or convolution of an
-    optimised program, those of a GPU's libraries included."""
-    found = []
+def _products(text: str) -> Iterator[tuple[Operation, list[Operation | None]]]:
+    """Yields each matrix product or convolution of an optimised program, those of a
+    GPU's libraries included, and its operands."""
     for rows in parse(text)[1].values():
-        shapes = {op.name: op.shape for op in rows}
+        known = {op.name: op for op in rows}
         for op in rows:
             if op.opcode in ("dot", "convolution") or op.target.startswith("__cublas"):
-                found.append([shapes.get(name, ()) for name in op.operands])
-    return found
+                yield op, [known.get(name) for name in op.operands]
+
+
+def products(text: str) -> list[list[tuple[int, ...]]]:
+    """Returns the shapes of the operands of each matrix product or convolution."""
+    found = _products(text)
+    return [[x.shape if x else () for x in operands] for _, operands in found]
+
+
+def float32_products(text: str) -> tuple[list[str], int]:
+    """Returns where the matrix products of two float32 operands come from, and the
+    number of all products."""
+    found = list(_products(text))
+    wide = [
+        op.where
+        for op, operands in found
+        if all(x is not None and x.dtype == "f32" for x in operands[:2])
+    ]
+    return wide, len(found)
 
 
 def _sides(shape: tuple[str, str, str]) -> tuple[int, ...]:

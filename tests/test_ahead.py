@@ -101,12 +101,15 @@ def test_products_have_the_shapes_of_their_operands():
     text = """ENTRY %main.1 (x: f32[4,8]) -> f32[4,2] {
   %x = f32[4,8]{1,0} parameter(0)
   %w = f32[8,2]{1,0} constant({...})
-  %dot = f32[4,2]{1,0} dot(%x, %w), lhs_contracting_dims={1}
+  %dot = f32[4,2]{1,0} dot(%x, %w), lhs_contracting_dims={1}, metadata={op_name="a"}
   %gemm = (f32[4,2]{1,0}, s8[16]{0}) custom-call(%dot, %w), custom_call_target="__cublas$gemm"
   ROOT %add = f32[4,2]{1,0} add(%dot, %dot)
 }
 """
     assert compiled.products(text) == [[(4, 8), (8, 2)], [(4, 2), (8, 2)]]
+    assert compiled.float32_products(text) == (["a", ""], 2)
+    half = text.replace("%w = f32", "%w = bf16")
+    assert compiled.float32_products(half) == ([], 2)
 
 
 def test_a_gpu_is_rated_by_bytes():
