@@ -103,19 +103,23 @@ def gains(folder: str, figure: str) -> None:
     scores = ["base", "pre", "post"]
     print("mean over clients: perplexity, mean and deviation over seeds")
     seeds = whole.groupby(["method", "seed"])[scores].mean()
+    seeds["less"] = seeds["base"] - seeds["post"]
     print(seeds.groupby("method").agg(["mean", "std"]).round(1).to_string())
     whole["gain"] = 100 * (1 - whole["post"] / whole["base"])
     print("share of clients with a gain, and rank correlation of gain and text")
     drawn = Figure(figsize=(7, 4.2), layout="constrained")
     axes = drawn.add_subplot()
-    for name, rows in whole.groupby("method"):
+    for marker, (name, rows) in zip("osD^vx", whole.groupby("method"), strict=False):
         rank = rows["gain"].corr(rows["train"], method="spearman")
         print(f"{name}: {(rows['gain'] > 0).mean():.0%}, {rank:.2f}")
         each = rows.groupby("client")[["train", "gain"]].mean().sort_values("train")
-        axes.plot(each["train"], each["gain"], "o-", markersize=3.5, label=name)
+        style = {"marker": marker, "linestyle": "", "fillstyle": "none", "label": name}
+        axes.plot(each["train"], each["gain"], **style)
     axes.axhline(0, color="0.35", linewidth=1)
     label = "lower perplexity than the base (%)"
     axes.set(xlabel="passages of 64 tokens to train on", ylabel=label, xscale="log")
+    axes.set_xticks([5, 10, 20, 50], ["5", "10", "20", "50"])
+    axes.minorticks_off()
     axes.legend(frameon=False)
     drawn.savefig(figure, dpi=150)
 
