@@ -278,7 +278,7 @@ def language_row(target: Target, where: Path, model: str) -> tuple:
     times: tuple[str | None, ...] = (None, None)
     if kind == "tpu":  # a GPU's attention has no estimate that could be true
         seconds = step(result.parts) / target.units
-        least = language.products(made) * width * length / base / target.flops
+        least = language.operations(made) * width * length / base / target.flops
         times = f"{1000 * seconds:.0f}", f"{least / seconds:.0%}"
     return (
         model,

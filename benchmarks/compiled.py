@@ -99,7 +99,7 @@ def parse(text: str) -> tuple[str, dict[str, list[Operation]]]:
 
 def _trips(text: str, lengths: dict[str, list[str]]) -> int | None:
     """Returns the length of a loop: what the compiler states, or the one constant of
-    its condition."""
+    its condition, which is an upper bound where the condition has other terms."""
     if known := _TRIPS.search(text):
         return int(known[1])
     condition = _CONDITION.search(text)

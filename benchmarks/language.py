@@ -150,7 +150,7 @@ def weights(model: Model) -> int:
     return sum(x.size for path, x in flat.items() if path[-1] in names)
 
 
-def products(program: Program) -> int:
+def operations(program: Program) -> int:
     """Returns the operations of a token in the products of a local step with the
     weights of the base: forwards, again in the derivative, and the derivative by the
     inputs."""

@@ -4,8 +4,8 @@ speakers.
     python -m benchmarks.speakers split FILE FOLDER    # base, new and tokenizer.json
     python -m benchmarks.speakers gains FOLDER FIGURE    # of its sweeps, below
 
-FOLDER holds the sweeps `base` (one round without a step of any size), `lora` and
-`whole` (networks without adapters) of the same seeds.
+FOLDER holds the sweeps `base` (one round at a rate of 1e-9), `lora` and `whole`
+(networks without adapters) of the same seeds. `split` needs tokenizers.
 """
 
 import gzip
@@ -86,7 +86,7 @@ def runs(folder: str) -> pd.DataFrame:
         method = config["algo"] if sweep == "lora" else f"{sweep} {config['algo']}"
         rows = pd.read_csv(file)
         rows = rows.rename(columns={f"{x}/perplexity": x for x in ("pre", "post")})
-        # methods of models that stay with the clients have one score
+        # --eval_every=0 scores what the last round leaves, without further training
         rows["post"] = rows["post"] if "post" in rows else rows["pre"]
         rows = rows[["client", "train", "pre", "post"]]
         found.append(rows.assign(method=method, seed=config["seed"]))

@@ -55,15 +55,8 @@ def columns(
     unchanged."""
     if dataset.cells is None:
         return dataset
-    earlier = None if start is None else recorded(start.path)
-    if data.prepare is None and earlier is not None and earlier.columns:
-        _ordered(str(start), earlier.columns, dataset)
-        for column in earlier.columns:
-            if column.name not in dataset.cells.inputs:
-                raise InputError(
-                    f"{dataset.name} must have the input {column.name} of {start}."
-                )
-        return dataset.prepared_by(earlier.columns)
+    if data.prepare is None and start is not None:
+        return dataset.prepared_by(_earlier(start, dataset))
     if data.prepare is None:
         rows = flat(trained.train, trained.train_sizes)
         return dataset.prepared_by(preparation.fit(dataset.cells, rows))
@@ -71,6 +64,24 @@ def columns(
         return dataset.prepared_by(preparation.unfitted(dataset.cells))
     known = _public(f"table:{data.prepare}", data).inputs
     return dataset.prepared_by(_ordered(f"--prepare={data.prepare}", known, dataset))
+
+
+def _earlier(start: groups.Start, dataset: Dataset) -> tuple[Column, ...]:
+    """Returns the columns of the run that the network starts from.
+
+    Raises:
+      InputError: the run has no table, or one with other inputs.
+    """
+    assert dataset.cells is not None
+    earlier = recorded(start.path)
+    if earlier is None or not earlier.columns:
+        raise InputError(f"{dataset.name} needs a run of a table, got {start}.")
+    _ordered(str(start), earlier.columns, dataset)  # refuses further inputs
+    for column in earlier.columns:
+        if column.name not in dataset.cells.inputs:
+            name = column.name
+            raise InputError(f"{dataset.name} must have the input {name} of {start}.")
+    return earlier.columns
 
 
 def _ordered(

@@ -93,6 +93,10 @@ def test_a_run_of_texts_or_a_table_starts_with_the_inputs_of_the_other(tmp_path)
     short.write_text("\n".join(["kind,label", *(f"u,{i % 2}" for i in range(20))]))
     with pytest.raises(InputError, match=r"must have the input age of --init_from="):
         build(later.replace(dataset=f"table:{short}"))
+    # without it a resume would compute other means
+    (run / inputs.FILE).unlink()
+    with pytest.raises(InputError, match=r"needs a run of a table, got --init_from="):
+        build(later)
 
 
 def test_leaves_of_other_names_or_shapes_are_new():
