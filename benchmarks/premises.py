@@ -9,6 +9,7 @@ the coefficients of `mnfl` and `mnfl_het`, the mixture of `pfedafm`, the latent 
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,43 +132,78 @@ def _probe(
 
 
 def policy(run: Run) -> dict[str, float]:
-    """Measures FedCP's policy s [K] per test example.
+    """Measures FedCP's policy s [K] per test example, and what it is worth.
 
     Returns:
       ratio: mean of s; entropy: mean binary entropy of s in bits; by_sample: standard
       deviation of s over the examples of a client, a mean over features and clients;
-      by_client: that of the clients' means.
+      by_client: that of the clients' means; own, mean: accuracies over all examples by
+      each example's policy, and by its client's mean policy; own_rare, mean_rare: the
+      same over examples that are not of their client's most frequent class.
     """
-    clients = run.state().clients
-    gates = [
-        _gates(run, trees.gather(clients, k), k)
-        for k in range(run.experiment.task.num_clients)
-    ]
+    clients, look = run.state().clients, _looking(run)
+    n = run.experiment.task.num_clients
+    found = [_gates(run, look, trees.gather(clients, k), k) for k in range(n)]
+    gates = [g.s for g in found]
     s = np.concatenate(gates)
     entropy = -s * np.log2(s + 1e-12) - (1 - s) * np.log2(1 - s + 1e-12)
     means = np.stack([g.mean(axis=0) for g in gates])
+    rare = np.concatenate([g.rare for g in found])
+    right = {
+        "own": np.concatenate([g.own for g in found]),
+        "mean": np.concatenate([g.mean for g in found]),
+    }
     return {
         "ratio": s.mean(),
         "entropy": entropy.mean(),
         "by_sample": np.mean([g.std(axis=0).mean() for g in gates]),
         "by_client": means.std(axis=0).mean(),
+        **{name: hit.mean() for name, hit in right.items()},
+        **{f"{name}_rare": hit[rare].mean() for name, hit in right.items()},
     }
 
 
-def _gates(run: Run, row: PyTree, k: int) -> np.ndarray:
-    """Returns s [n, K] of the policy for a client's test examples."""
+class Gates(NamedTuple):
+    """The policy for the test examples of a client."""
+
+    s: np.ndarray  # [n, K], the share that goes to the personal head
+    own: np.ndarray  # [n], whether the prediction by s is right
+    mean: np.ndarray  # [n], whether that by the mean of s over the examples is
+    rare: np.ndarray  # [n], whether of another class than the client's most frequent
+
+
+# (head of the client, images, mask) -> s [B, K], logits by s and by its mean [B, C]
+Look = Callable[[PyTree, Array, Array], tuple[Array, Array, Array]]
+
+
+def _looking(run: Run) -> Look:
+    """Returns the compiled personal model of a client at the end of the run."""
     e, server = run.experiment, run.state().server
     options = {"depth": 1, "norm": "layer", "activation": "relu"}
     options = {name: run.config["hparams"].get(name, x) for name, x in options.items()}
-    network = policy_network(e.task, **options)
-    apply = gated(e.task, network, "softmax", Parts())
-    rows = e.partition.test[k, : min(EXAMPLES, e.partition.test_sizes[k])]
-    x = e.dataset.prepare(e.dataset.x[rows])
-    w = {**server, "head": row["head"]}
-    vector = client_vector(row["head"])
-    frozen = Frozen(server["body"], server["head"], vector)
-    mask = jnp.ones(len(rows), bool)
-    return np.asarray(apply(w, frozen, x, mask, False, jax.random.key(0))[2])
+    apply = gated(e.task, policy_network(e.task, **options), "softmax", Parts())
+
+    def look(head: PyTree, x: Array, mask: Array) -> tuple[Array, Array, Array]:
+        w = {**server, "head": head}
+        frozen = Frozen(server["body"], server["head"], client_vector(head))
+        own, h, s, _ = apply(w, frozen, x, mask, False, jax.random.key(0))
+        mean = jnp.mean(s, axis=0, where=mask[:, None], keepdims=True)
+        layer = e.task.model.head
+        by_mean = layer(server["head"], (1 - mean) * h) + layer(head, mean * h)
+        return s, own, by_mean
+
+    return jax.jit(look)
+
+
+def _gates(run: Run, look: Look, row: PyTree, k: int) -> Gates:
+    """Returns the policy of client k, whose state is `row`."""
+    e = run.experiment
+    rows = e.partition.test[k, :EXAMPLES]  # as many for all clients: one shape
+    valid = np.arange(len(rows)) < e.partition.test_sizes[k]
+    x, y = e.dataset.prepare(e.dataset.x[rows]), np.asarray(e.dataset.y[rows])[valid]
+    s, own, mean = map(np.asarray, look(row["head"], x, jnp.asarray(valid)))
+    right = (np.argmax(logits, axis=1)[valid] == y for logits in (own, mean))
+    return Gates(s[valid], *right, y != np.argmax(e.task.class_counts[k]))
 
 
 def conflict(run: Run) -> dict[str, float]:

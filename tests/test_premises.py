@@ -67,6 +67,22 @@ def test_tasks_in_conflict(tmp_path):
     assert premises.conflict(run)["cosine"] > 0.5
 
 
+def test_a_policy_is_worth_nothing_where_it_is_constant():
+    settings = {"algo": "fedcp", "model": "mlp", "clients": 3, "data_fraction": 0.3}
+    e = build(Config(**settings, partition="dirichlet", devices="1"))
+    state = e.alone.unplace(e.alone.init(e.key, e.traced))
+    theta = jax.tree.map(jnp.zeros_like, state.server["policy"])
+    run = run_of(**e.config.flat())
+    run.experiment = e
+    run.state = lambda: State({**state.server, "policy": theta}, state.clients)
+    found = premises.policy(run)
+    assert found["ratio"] == 0.5 and found["entropy"] == pytest.approx(1)
+    assert found["by_sample"] == found["by_client"] == 0
+    assert found["own"] == found["mean"] and found["own_rare"] == found["mean_rare"]
+    run.state = lambda: state
+    assert premises.policy(run)["by_sample"] > 0
+
+
 def planted(of_kind, of_client, noise, seed=0):
     """Returns images' latents of 8 clients, clients k and k + 4 having kind k."""
     rng = np.random.default_rng(seed)
