@@ -4,6 +4,8 @@ taken from a file of --prepare."""
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import logging
+
 from fedjax_pfl.data import loading, preparation
 from fedjax_pfl.data.datasets import Dataset
 from fedjax_pfl.data.partition import Partition, flat
@@ -63,6 +65,10 @@ def columns(
     if data.prepare == FIXED:
         return dataset.prepared_by(preparation.unfitted(dataset.cells))
     known = _public(f"table:{data.prepare}", data).inputs
+    unused = [x.name for x in known if x.name not in dataset.cells.inputs]
+    if unused:
+        names = ", ".join(unused)
+        logging.warning("%s has no input %s of --prepare.", dataset.name, names)
     return dataset.prepared_by(_ordered(f"--prepare={data.prepare}", known, dataset))
 
 

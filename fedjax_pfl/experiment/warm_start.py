@@ -47,6 +47,10 @@ def first_state(e: Experiment) -> RunState:
     if unfit:
         names = ", ".join(sorted(unfit))
         logging.warning("Of another shape in %s, so new: %s.", path, names)
+    classes = before.dataset.classes, e.dataset.classes
+    if all(classes) and classes[0] != classes[1]:
+        names = " and ".join(", ".join(x or ()) for x in classes)
+        logging.warning("Other classes than in %s, by number: %s.", path, names)
     return jax.device_get(state)
 
 

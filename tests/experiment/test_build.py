@@ -239,7 +239,7 @@ def test_tables_are_prepared_by_the_clients_that_train(tmp_path):
     assert Preparation.from_json(kept) == e.preparation
 
 
-def test_private_runs_prepare_tables_by_public_rows(tmp_path):
+def test_private_runs_prepare_tables_by_public_rows(tmp_path, caplog):
     made = {"dataset": sites(tmp_path / "sites.csv"), "data_fraction": 1.0} | TABLE
     made |= {"missing": "mean", "dp": "client", "dp_noise": 1.0}
     with pytest.raises(InputError, match="excludes means and deviations of clients'"):
@@ -253,6 +253,9 @@ def test_private_runs_prepare_tables_by_public_rows(tmp_path):
     wanted = (frame.age.fillna(2) - 2) / 2
     np.testing.assert_allclose(e.dataset.x[:, 0], wanted, rtol=1e-6)
     assert e.preparation.source == str(public)
+    public.write_text("age,height,label\n0,1,0\n4,1,1\n")
+    make(**made, prepare=str(public))
+    assert "has no input height of --prepare" in caplog.text
     public.write_text("ages,label\n0,0\n4,1\n")
     with pytest.raises(InputError, match="must have the input age"):
         make(**made, prepare=str(public))

@@ -99,6 +99,23 @@ def test_a_run_of_texts_or_a_table_starts_with_the_inputs_of_the_other(tmp_path)
         build(later)
 
 
+def test_a_run_from_one_of_other_classes_says_so(tmp_path, caplog):
+    given = {"clients": 2, "rounds": 1, "partition": "iid", "val_fraction": 0.0}
+    given |= {"model": "mlp", "data_fraction": 1.0}
+    first, other = tmp_path / "a.csv", tmp_path / "b.csv"
+    for file, names in ((first, ("yes", "no")), (other, ("yes", "maybe"))):
+        rows = [f"{i},{names[i % 2]}" for i in range(20)]
+        file.write_text("\n".join(["age,label", *rows]))
+    run = str(tmp_path / "run")
+    config = CONFIG.replace(**given, dataset=f"table:{first}")
+    execute([RunDirectory(run)], [config])
+    later = config.replace(init_from=run)
+    warm_start.first_state(build(later))
+    assert "Other classes" not in caplog.text
+    warm_start.first_state(build(later.replace(dataset=f"table:{other}")))
+    assert "by number: no, yes and maybe, yes" in caplog.text
+
+
 def test_leaves_of_other_names_or_shapes_are_new():
     taken, unfit = set(), set()
     tree = {"a": np.zeros(2), "b": np.zeros(3), "c": np.zeros(1)}
