@@ -27,6 +27,7 @@ from fedjax_pfl.algorithms.fedcp import (
 )
 from fedjax_pfl.algorithms.pfedc.class_groups import columns, task_losses
 from fedjax_pfl.algorithms.pfedc.task_maps import branches
+from fedjax_pfl.errors import InputError
 from fedjax_pfl.experiment import results
 from fedjax_pfl.experiment.results import Run
 from fedjax_pfl.types import Array, PyTree
@@ -141,9 +142,9 @@ def policy(run: Run) -> dict[str, float]:
       each example's policy, and by its client's mean policy; own_rare, mean_rare: the
       same over examples that are not of their client's most frequent class.
     """
-    clients, look = run.state().clients, _looking(run)
+    clients, predict = run.state().clients, _personal_model(run)
     n = run.experiment.task.num_clients
-    found = [_gates(run, look, trees.gather(clients, k), k) for k in range(n)]
+    found = [_gates(run, predict, trees.gather(clients, k), k) for k in range(n)]
     gates = [g.s for g in found]
     s = np.concatenate(gates)
     entropy = -s * np.log2(s + 1e-12) - (1 - s) * np.log2(1 - s + 1e-12)
@@ -173,35 +174,45 @@ class Gates(NamedTuple):
 
 
 # (head of the client, images, mask) -> s [B, K], logits by s and by its mean [B, C]
-Look = Callable[[PyTree, Array, Array], tuple[Array, Array, Array]]
+Personal = Callable[[PyTree, Array, Array], tuple[Array, Array, Array]]
 
 
-def _looking(run: Run) -> Look:
-    """Returns the compiled personal model of a client at the end of the run."""
+def _personal_model(run: Run) -> Personal:
+    """Returns the compiled personal model of a client at the end of the run.
+
+    Raises:
+      InputError: an ablation without the policy.
+    """
     e, server = run.experiment, run.state().server
     options = {"depth": 1, "norm": "layer", "activation": "relu"}
-    options = {name: run.config["hparams"].get(name, x) for name, x in options.items()}
-    apply = gated(e.task, policy_network(e.task, **options), "softmax", Parts())
+    given = run.config["hparams"]
+    options = {name: given.get(name, x) for name, x in options.items()}
+    on = Parts(**{name: given[name] for name in Parts._fields if name in given})
+    if not on.cpn:
+        raise InputError(f"{run.path} has no policy: it was run without cpn.")
+    apply = gated(e.task, policy_network(e.task, **options), "softmax", on)
 
-    def look(head: PyTree, x: Array, mask: Array) -> tuple[Array, Array, Array]:
+    def predict(head: PyTree, x: Array, mask: Array) -> tuple[Array, Array, Array]:
         w = {**server, "head": head}
         frozen = Frozen(server["body"], server["head"], client_vector(head))
         own, h, s, _ = apply(w, frozen, x, mask, False, jax.random.key(0))
         mean = jnp.mean(s, axis=0, where=mask[:, None], keepdims=True)
         layer = e.task.model.head
-        by_mean = layer(server["head"], (1 - mean) * h) + layer(head, mean * h)
+        by_mean = layer(head, mean * h)
+        if on.gh:
+            by_mean = layer(server["head"], (1 - mean) * h) + by_mean
         return s, own, by_mean
 
-    return jax.jit(look)
+    return jax.jit(predict)
 
 
-def _gates(run: Run, look: Look, row: PyTree, k: int) -> Gates:
+def _gates(run: Run, predict: Personal, row: PyTree, k: int) -> Gates:
     """Returns the policy of client k, whose state is `row`."""
     e = run.experiment
     rows = e.partition.test[k, :EXAMPLES]  # as many for all clients: one shape
     valid = np.arange(len(rows)) < e.partition.test_sizes[k]
     x, y = e.dataset.prepare(e.dataset.x[rows]), np.asarray(e.dataset.y[rows])[valid]
-    s, own, mean = map(np.asarray, look(row["head"], x, jnp.asarray(valid)))
+    s, own, mean = map(np.asarray, predict(row["head"], x, jnp.asarray(valid)))
     right = (np.argmax(logits, axis=1)[valid] == y for logits in (own, mean))
     return Gates(s[valid], *right, y != np.argmax(e.task.class_counts[k]))
 

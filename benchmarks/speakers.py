@@ -9,6 +9,7 @@ FOLDER holds the sweeps `base` (one round at a rate of 1e-9), `lora` and `whole`
 """
 
 import gzip
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -109,7 +110,9 @@ def gains(folder: str, figure: str) -> None:
     print("share of clients with a gain, and rank correlation of gain and text")
     drawn = Figure(figsize=(7, 4.2), layout="constrained")
     axes = drawn.add_subplot()
-    for marker, (name, rows) in zip("osD^vx", whole.groupby("method"), strict=False):
+    for marker, (name, rows) in zip(
+        itertools.cycle("osD^vx"), whole.groupby("method"), strict=False
+    ):
         rank = rows["gain"].corr(rows["train"], method="spearman")
         print(f"{name}: {(rows['gain'] > 0).mean():.0%}, {rank:.2f}")
         each = rows.groupby("client")[["train", "gain"]].mean().sort_values("train")
