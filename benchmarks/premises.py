@@ -48,16 +48,23 @@ def coefficients(run: Run) -> dict[str, float]:
     Returns:
       own_concept: mean weight of the clients of the same concept, itself included;
       uniform: that of weights 1/N; self: mean weight of a client's own knowledge;
-      farthest: largest difference from 1/N.
+      farthest: largest difference from 1/N;
+      common: mean weight of another client with a class in common, disjoint: of one
+        without; NaN where there are none.
     """
     a = np.asarray(run.state().server["coefficients"])
     of = concepts(run)
     same = of[:, None] == of
+    held = np.asarray(run.experiment.task.class_counts) > 0
+    common = held @ held.T
+    weight = lambda pairs: a[pairs].mean() if pairs.any() else np.nan
     return {
         "own_concept": np.where(same, a, 0).sum(axis=1).mean(),
         "uniform": same.mean(),
         "self": np.diag(a).mean(),
         "farthest": np.abs(a - 1 / len(a)).max(),
+        "common": weight(common & ~np.eye(len(a), dtype=bool)),
+        "disjoint": weight(~common),
     }
 
 

@@ -15,7 +15,7 @@ from fedjax_pfl.types import State
 
 
 def run_of(server=(), clients=(), scores=None, **config):
-    task = SimpleNamespace(num_clients=4)
+    task = SimpleNamespace(num_clients=4, class_counts=np.eye(4)[[0, 1, 0, 2]])
     return SimpleNamespace(
         config=config,
         state=lambda: State(server, clients),
@@ -33,6 +33,8 @@ def test_uniform_coefficients_have_the_share_of_a_concept(shift, same):
         "uniform": same,
         "self": 0.25,
         "farthest": 0.0,
+        "common": 0.25,
+        "disjoint": 0.25,
     }
 
 
@@ -41,6 +43,8 @@ def test_coefficients_on_the_own_concept():
     found = premises.coefficients(run_of({"coefficients": a}, shift="label_offset:0,5"))
     assert found["own_concept"] == 1 and found["uniform"] == 0.5
     assert found["farthest"] == pytest.approx(0.35)
+    assert found["common"] == pytest.approx(0.5)
+    assert found["disjoint"] == pytest.approx(0.1)
 
 
 def test_a_mixture_is_compared_with_its_parts():
